@@ -1,0 +1,272 @@
+"""The values that travel between measuring and deciding; no torch here.
+
+Everything is frozen and round-trips through JSON, because raw samples are appended to ``candidates.jsonl`` as they happen.
+Times are in seconds, memory in bytes, throughput in samples per second; a step is one optimizer step over the effective batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from autoprec.policy import Origin, Policy, Precision, ReasonKind
+
+FailureKind = Literal["out_of_memory", "diverged", "scale_collapsed", "unsupported", "timeout", "crashed"]
+VerdictStatus = Literal["passed", "rejected", "inconclusive"]
+
+
+class Record(BaseModel):
+    """Base of every record: frozen, unknown keys refused, infinities and NaN kept in JSON."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
+
+
+class Layer(Record):
+    """A module that itself issues floating-point operations when the model runs.
+
+    Attributes:
+        name: exact dotted name (the first one under which the module is registered); the root is ``""``.
+        aliases: further names of the same module.
+        kind: class name.
+        parameters: shapes of the parameters the module owns directly, by name.
+        ops: names of the aten operations it issued itself in one forward pass, without repeats.
+        calls: how often it ran in one forward pass.
+        flops: floating-point operations of its own matmuls and convolutions in one forward pass over one sample batch.
+        moved_bytes: bytes its own operations read and wrote in that pass, in float32.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    kind: str
+    parameters: dict[str, tuple[int, ...]] = {}
+    ops: tuple[str, ...] = ()
+    calls: int = 1
+    flops: int = 0
+    moved_bytes: int = 0
+
+    @property
+    def signature(self) -> str:
+        """Kind and own parameter shapes, as the policy's fingerprint holds it: ``Conv2d weight=64x3x7x7``."""
+        shapes = (f"{name}={'x'.join(map(str, shape)) or 'scalar'}" for name, shape in sorted(self.parameters.items()))
+        return " ".join((self.kind, *shapes))
+
+
+class Edge(Record):
+    """Elements that flow from one layer's output into another layer's operation; a cast sits here when precisions differ."""
+
+    producer: str
+    consumer: str
+    elements: int
+
+
+class Look(Record):
+    """What one traced FP32 step of a workload shows before anything is searched.
+
+    Attributes:
+        layers: every layer, in order of first use.
+        idle: modules that own parameters but ran no operation themselves.
+        edges: producer-consumer pairs between layers.
+        matmul_share: share of the FP32 step's time spent in matmuls and convolutions, 0 to 1.
+        num_parameters: parameters of the model.
+        effective_batch: samples of one optimizer step.
+        micro_batches: the micro-batches that divide it and into which a batch can really be split, largest first.
+        unsplittable: why the batch cannot be split, or an empty string.
+        odd_layers: layers with a feature or channel count that is not a multiple of 8.
+        has_conv: whether any layer runs a convolution over images (channels_last has a meaning).
+        loss: the FP32 loss of the first batch.
+        forbids_fp16: why no layer may be fp16 (complex parameters, an optimizer that needs a closure), or an empty string.
+        workload_sha256: hash of the user's source and batch settings.
+        device_name: the name the driver gives, or the processor's.
+        capability: CUDA compute capability such as ``9.0``; None on a CPU.
+        torch_version: version of torch that ran.
+    """
+
+    layers: tuple[Layer, ...]
+    idle: tuple[str, ...]
+    edges: tuple[Edge, ...]
+    matmul_share: float
+    num_parameters: int
+    effective_batch: int
+    micro_batches: tuple[int, ...]
+    unsplittable: str = ""
+    odd_layers: tuple[str, ...] = ()
+    has_conv: bool = False
+    loss: float
+    forbids_fp16: str = ""
+    workload_sha256: str
+    device_name: str
+    capability: str | None
+    torch_version: str
+
+
+class Risk(Record):
+    """A reason to keep a layer out of a precision. A hard one pins it; a soft one is a prior the study may overrule."""
+
+    precision: Precision
+    kind: ReasonKind
+    hard: bool
+    text: str
+
+
+class LayerProfile(Record):
+    """What one layer costs and risks.
+
+    Attributes:
+        layer: the layer's name.
+        time_s: forward and backward seconds of one step by precision; measured with device events or predicted by the roofline.
+        time_origin: where ``time_s`` comes from.
+        max_output: largest |x| over its outputs and own intermediate results in FP32.
+        max_grad: largest |gradient| of its outputs in FP32, unscaled.
+        underflow_share: share of its outputs' non-zero gradients that fall under 2^-24 at the search space's middle loss scale.
+        sensitivity: estimated harm to the loss and to the weight updates by precision; 0 for fp32, comparable across layers.
+        risks: reasons to keep it out of a precision.
+    """
+
+    layer: str
+    time_s: dict[Precision, float]
+    time_origin: Origin
+    max_output: float
+    max_grad: float
+    underflow_share: float
+    sensitivity: dict[Precision, float]
+    risks: tuple[Risk, ...] = ()
+
+
+class Profile(Record):
+    """The profile of a workload on a target: layers, what a cast costs, and how long profiling took.
+
+    ``cast_s_per_byte`` is the time of moving one byte through a cast (read plus write counted), forward and backward alike.
+    """
+
+    layers: tuple[LayerProfile, ...]
+    cast_s_per_byte: float
+    base_step_s: float
+    cost_s: float
+    precisions: tuple[Precision, ...]
+
+
+class Window(Record):
+    """The recipe of a short training run.
+
+    Attributes:
+        steps: optimizer steps whose losses count.
+        warmup_steps: steps at the start whose times are dropped (their losses are kept: they are part of the training).
+        seed: seeds initial weights, data order and dropout.
+        perturbation: relative size of a random change of the initial weights; 2^-24 makes a harmless twin of an FP32 run.
+        timeout_s: after this many seconds the worker is ended.
+        purpose: what it is for, as shown to people.
+    """
+
+    steps: Annotated[int, Field(ge=1)]
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    seed: int = 0
+    perturbation: Annotated[float, Field(ge=0)] = 0.0
+    timeout_s: float = 600.0
+    purpose: str = "trial"
+
+
+class Environment(Record):
+    """Where samples were taken."""
+
+    device: str
+    capability: str | None
+    driver: str | None
+    torch_version: str
+    python_version: str
+    platform: str
+
+
+class Measurement(Record):
+    """Raw samples of one window.
+
+    Attributes:
+        losses: loss of every step, warm-up included, in float32.
+        step_times_s: time of every step after the warm-up; one equal value each where the speed is predicted.
+        device_times_s: time between device events of the same steps; empty on a CPU.
+        speed_origin: whether ``step_times_s`` was measured or predicted.
+        batch_samples: samples of one step (the effective batch).
+        peak_bytes: peak memory; measured by the allocator on CUDA, otherwise predicted or the process's own.
+        skipped_steps: optimizer steps the loss scaler skipped, warm-up included.
+        final_scale: loss scale at the end; None without a scaler.
+        note: anything a person should know about these samples (throttled samples dropped, compiled fallback).
+    """
+
+    losses: tuple[float, ...]
+    step_times_s: tuple[float, ...]
+    device_times_s: tuple[float, ...] = ()
+    speed_origin: Origin
+    batch_samples: int
+    peak_bytes: int
+    skipped_steps: int = 0
+    final_scale: float | None = None
+    environment: Environment
+    note: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Median step time in seconds."""
+        return statistics.median(self.step_times_s)
+
+    @property
+    def samples_per_s(self) -> float:
+        """Samples per second of useful work: skipped steps do not count as done."""
+        done = 1.0 - self.skipped_steps / max(len(self.losses), 1)
+        return self.batch_samples * done / self.step_s
+
+    @property
+    def host_bound(self) -> bool:
+        """True where the host takes over 1.2 times as long as the device for a step, so that the device waits."""
+        return bool(self.device_times_s) and self.step_s > 1.2 * statistics.median(self.device_times_s)
+
+
+class Failure(Record):
+    """Why a window gave no samples; a value, never raised past the bench.
+
+    ``layer`` names the module that raised or first went non-finite, where that is known; ``step`` the step it happened in.
+    """
+
+    kind: FailureKind
+    message: str
+    layer: str | None = None
+    step: int | None = None
+    traceback: str = ""
+
+
+Outcome = Measurement | Failure
+
+
+class Candidate(Record):
+    """One evaluated policy: its number and role in the run, the window, and what came of it."""
+
+    number: int
+    role: str
+    policy: Policy
+    window: Window
+    outcome: Outcome
+    trial: int | None = None
+
+
+class Verdict(Record):
+    """Whether a policy trains like FP32, with the numbers compared.
+
+    ``loss_gap`` is relative; ``low`` and ``high`` bound it; ``noise_floor`` is what two FP32 runs differ by.
+    """
+
+    status: VerdictStatus
+    loss_gap: float
+    low: float
+    high: float
+    tolerance: float
+    noise_floor: float
+    seeds: int
+    text: str
+
+
+def evaluation_key(policy: Policy, window: Window) -> str:
+    """Identifies an evaluation: same set-up and same window give the same key, whatever the evidence or purpose says."""
+    data = [policy.setup_hash(), window.model_dump(mode="json", exclude={"purpose", "timeout_s"})]
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
