@@ -276,7 +276,9 @@ def _fields_at(path: tuple[int | str, ...]) -> tuple[str, ...]:
         if str(step) not in model.model_fields:
             return tuple(LayerSetting.model_fields)
         annotation = model.model_fields[str(step)].annotation
-        parts = [a for a in (annotation, *getattr(annotation, "__args__", ())) if isinstance(a, type) and issubclass(a, BaseModel)]
+        parts = [
+            a for a in (annotation, *getattr(annotation, "__args__", ())) if isinstance(a, type) and issubclass(a, BaseModel)
+        ]
         if not parts:
             return tuple(LayerSetting.model_fields) if str(step) == "layers" else ()
         model = parts[0]
