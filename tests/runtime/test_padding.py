@@ -24,7 +24,7 @@ CASES = [
     (nn.Conv1d(3, 5, 3, padding=1), (2, 3, 9)),
     (nn.Conv2d(3, 5, 3, stride=2), (2, 3, 9, 9)),
     (nn.Conv2d(3, 5, 3, padding=2, padding_mode="reflect", bias=False), (3, 9, 9)),
-    (nn.Conv3d(3, 5, 2, dilation=2), (1, 3, 5, 5, 5)),
+    (nn.Conv3d(3, 5, 2, dilation=2), (2, 3, 5, 5, 5)),
 ]
 
 

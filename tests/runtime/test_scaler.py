@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,9 +12,25 @@ import torch
 from runtime_policies import policy_for
 from torch import nn
 
+import autoprec.runtime
 from autoprec.errors import PolicyError
-from autoprec.policy import LossScale
-from autoprec.runtime import AppliedPolicy, PolicyScaler, apply_policy
+from autoprec.policy import LossScale, Policy
+from autoprec.runtime import AppliedPolicy, PolicyScaler
+
+
+_applied: list[AppliedPolicy] = []
+
+
+@pytest.fixture(autouse=True)
+def _removed() -> Iterator[None]:
+    yield
+    while _applied:
+        _applied.pop().remove()
+
+
+def apply_policy(model: nn.Module, policy: Policy) -> AppliedPolicy:
+    _applied.append(autoprec.runtime.apply_policy(model, policy))
+    return _applied[-1]
 
 
 def setup(default: str = "fp16", model: nn.Module | None = None, **scale: Any) -> tuple[nn.Module, AppliedPolicy]:
