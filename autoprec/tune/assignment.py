@@ -140,27 +140,26 @@ def exceptions_of(
         raise ValueError(f"the root runs in {precisions['']}, so the default cannot be {default}")
     parents = parents_of(precisions)
     profiles = {item.layer: item for item in profile.layers} if profile else {}
+    uncast = _uncast_elements(precisions, look)
     settings: dict[str, LayerSetting] = {}
     for name in sorted(name for name in precisions if name):
         parent = parents[name]
         inherited = default if parent is None else precisions[parent]
         own = precisions[name]
         if own != inherited:
-            reason = _reason(name, own, inherited, profiles.get(name), pinned or {}, _saved_casts(name, precisions, look))
+            reason = _reason(name, own, inherited, profiles.get(name), pinned or {}, uncast.get(name, 0))
             settings[name] = LayerSetting(precision=own, reason=reason if profile else None)
     return settings
 
 
-def _saved_casts(name: str, precisions: Mapping[str, Precision], look: Look | None) -> int:
-    """Elements that pass without a cast because the layer has its neighbours' type."""
-    if look is None:
-        return 0
-    elements = 0
-    for edge in look.edges:
-        if name in (edge.producer, edge.consumer) and edge.producer != edge.consumer:
-            ends = precisions.get(edge.producer), precisions.get(edge.consumer)
-            if ends[0] is not None and ends[1] is not None and same_dtype(ends[0], ends[1]):
-                elements += edge.elements
+def _uncast_elements(precisions: Mapping[str, Precision], look: Look | None) -> dict[str, int]:
+    """Elements, by layer, that pass to and from its neighbours without a cast."""
+    elements: dict[str, int] = {}
+    for edge in look.edges if look else ():
+        ends = precisions.get(edge.producer), precisions.get(edge.consumer)
+        if edge.producer != edge.consumer and ends[0] is not None and ends[1] is not None and same_dtype(ends[0], ends[1]):
+            for name in (edge.producer, edge.consumer):
+                elements[name] = elements.get(name, 0) + edge.elements
     return elements
 
 

@@ -7,7 +7,6 @@ categoricals. Solved with HiGHS through ``scipy.optimize.milp``.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -292,9 +291,3 @@ def _lowest_harm(look: Look, profile: Profile, problem: _Problem) -> Assignment:
         for name in unit.names
     }
     return assess(precisions, precisions.get("", problem.ambient), look, profile)
-
-
-def typical_harm(profile: Profile, precision: Precision) -> float:
-    """Median positive sensitivity over the layers: what an ordinary layer risks in a precision; 0 where none risks anything."""
-    values = [v for item in profile.layers if (v := item.sensitivity.get(precision, 0.0)) > 0]
-    return statistics.median(values) if values else 0.0
