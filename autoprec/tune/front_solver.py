@@ -259,9 +259,7 @@ def _decode(
     for column, (unit, option) in enumerate(problem.columns):
         if unit not in best or solution[column] > best[unit][0]:
             best[unit] = (float(solution[column]), option)
-    precisions: dict[str, Precision] = {
-        name: best[index][1] for index, unit in enumerate(problem.units) for name in unit.names
-    }
+    precisions: dict[str, Precision] = {name: best[index][1] for index, unit in enumerate(problem.units) for name in unit.names}
     default = precisions.get("", problem.ambient)
     given = assess(precisions, default, look, profile)
     if default == "fp32" or "fp32" not in allowed.get("", ("fp32",)):

@@ -34,6 +34,7 @@ class _Section(BaseModel):
 class Matcher(_Section):
     """Which layers are meant: globs on the name, on the class name, or on the names of their own aten operations."""
 
+    name: str
     patterns: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
@@ -51,7 +52,6 @@ class Matcher(_Section):
 class Rule(Matcher):
     """Layers that match may take ``allowed`` precisions only; the first rule that matches a layer decides."""
 
-    name: str
     allowed: Annotated[tuple[Precision, ...], Field(min_length=1)]
     why: str = ""
     source: str = ""
@@ -60,7 +60,6 @@ class Rule(Matcher):
 class Group(Matcher):
     """Layers that move together: children of one parent with these last names, or all that match the globs."""
 
-    name: str
     siblings: tuple[str, ...] = ()
 
 
@@ -143,7 +142,7 @@ class SearchSpace(_Section):
     def _each_names_something(cls, parts: tuple[Matcher, ...]) -> tuple[Matcher, ...]:
         for part in parts:
             if not (part.patterns or part.kinds or part.ops or getattr(part, "siblings", ())):
-                raise ValueError(f"'{getattr(part, 'name', '?')}' names no layers: give patterns, kinds, ops or siblings")
+                raise ValueError(f"'{part.name}' names no layers: give patterns, kinds, ops or siblings")
         return parts
 
     def rule_for(self, layer: Layer) -> Rule | None:

@@ -159,7 +159,7 @@ class StudySpace:
             layers=self._settings(plan),
             loss_scale=LossScale(init=params["init_scale"], growth_interval=params["growth_interval"]) if scaled else LossScale(),
             batch=Batch(effective=effective, micro=micro, accumulation_steps=effective // micro),
-            padding=Padding(layers={name: padding for name in self.look.odd_layers} if padding else {}),
+            padding=Padding(layers=dict.fromkeys(self.look.odd_layers, padding) if padding else {}),
             backend=Backend(**flags, fp16_accumulation=scaled and params.get("fp16_accumulation", False)),
             fingerprint=self.fingerprint,
         )
@@ -217,6 +217,23 @@ class StudySpace:
                 if 0 <= step < len(options):
                     yield {**params, name: options[step]}
 
+    def starts(self, most: int = 4) -> list[Params]:
+        """Starting points a practitioner would try: the fastest plan of each type with every flag on, in both layouts.
+
+        Source: DESIGN, section 7: channels_last is 1.87x on one convolution net and 0.71x on another, so both are tried.
+        """
+        choices = self.params()
+        points: list[Params] = []
+        for layout in reversed(choices.get("channels_last", (False,))):
+            for dtype in choices["dtype"]:
+                params: Params = {name: choices[name][0] for name in self.active(dtype)}
+                params |= {name: True for name in ("tf32", "cudnn_benchmark") if True in choices.get(name, ())}
+                params |= {"dtype": dtype, "front_index": choices["front_index"][-1]}
+                params |= {"channels_last": layout} if "channels_last" in params else {}
+                params |= {"padding": choices["padding"][1]} if "padding" in params else {}
+                points.append(params)
+        return [params for params in points if not self.hopeless(params)][:most]
+
     def sha256(self) -> str:
         """Identifies the space: a study may only be resumed in the same one."""
         plans = {dtype: [plan.key() for plan in points] for dtype, points in self.plans.items()}
@@ -246,10 +263,13 @@ class StudySpace:
         plan = self.plans[dtype][index]
         if index == 0 or all(choice == "front" for choice in choices):
             return plan
-        precisions = dict(plan.precisions)
-        for override, choice in zip(self.overrides, choices, strict=True):
-            precisions = override.applied(precisions, dtype, choice)
-        return assess(precisions, plan.default, self.look, self.profile)
+        key = (dtype, index, *choices)
+        if key not in self._moved:
+            precisions = dict(plan.precisions)
+            for override, choice in zip(self.overrides, choices, strict=True):
+                precisions = override.applied(precisions, dtype, choice)
+            self._moved[key] = assess(precisions, plan.default, self.look, self.profile)
+        return self._moved[key]
 
     def _settings(self, plan: Assignment) -> dict[str, LayerSetting]:
         key = plan.key()
@@ -258,6 +278,10 @@ class StudySpace:
                 plan.precisions, plan.default, profile=self.profile, look=self.look, pinned=self.pinned
             )
         return self._settings_made[key]
+
+    @cached_property
+    def _moved(self) -> dict[tuple[object, ...], Assignment]:
+        return {}
 
     @cached_property
     def _settings_made(self) -> dict[tuple[Precision, ...], dict[str, LayerSetting]]:
@@ -319,7 +343,11 @@ def _bound_overrides(
             if layer.name and override.matches(layer)
         }
         reachable = {p for options in layers.values() for p in options}
-        wanted = {"fp32": {"fp32"}, "half": set(dtypes) - {"fp32"}, "pure": {_PURE[d] for d in dtypes} - {"fp32"}}
+        wanted: dict[str, set[Precision]] = {
+            "fp32": {"fp32"},
+            "half": set(dtypes) - {"fp32"},
+            "pure": {_PURE[d] for d in dtypes} - {"fp32"},
+        }
         choices = tuple(c for c in override.choices if c == "front" or reachable & wanted[c])
         if "front" in choices and len(choices) > 1:
             bound.append(BoundOverride(override.name, ("front", *(c for c in choices if c != "front")), layers))

@@ -59,7 +59,9 @@ def judge(
     half = float(stats.t.ppf(0.5 + confidence / 2, freedom)) * spread / math.sqrt(num_seeds)
     low, high = mean - half, mean + half
     status = "passed" if high <= limit else "rejected" if low > limit else "inconclusive"
-    return _verdict(status, (mean, low, high), tolerance, noise_floor, num_seeds, _text(status, mean, low, high, limit, num_seeds))
+    return _verdict(
+        status, (mean, low, high), tolerance, noise_floor, num_seeds, _text(status, mean, low, high, limit, num_seeds)
+    )
 
 
 def _verdict(
