@@ -2,8 +2,8 @@
 
 A search that lifts one layer at a time and looks at the loss sees nothing where two distant layers are at fault. So it starts
 from a set that passes (the most suspicious 1, 2, 4, ... layers, all of them at the end) and lowers segments that still pass,
-halving those that do not: every layer left was needed when it was tried. Costs about ``2 k log2(n)`` evaluations for k layers at fault of
-n (segment splitting; Zeller and Hildebrandt 2002, delta debugging, doi:10.1109/32.988498).
+halving those that do not: every layer left was needed when it was tried. Costs about ``2 k log2(n)`` evaluations for k layers of
+n at fault (segment splitting; Zeller and Hildebrandt 2002, delta debugging, doi:10.1109/32.988498).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autoprec.errors import RunFolderError, SearchSpaceError
 from autoprec.policy import Policy
 from autoprec.records import Candidate, Measurement, Outcome, Window
-from autoprec.tune.sampler import FreshSampler, distributions_of, random_untried
+from autoprec.tune.sampler import FreshSampler, random_untried
 from autoprec.tune.study_space import Params, StudySpace
 from autoprec.tune.trial_record import describe_policy, record_outcome
 from autoprec.tune.yardstick import Yardstick
@@ -151,7 +151,6 @@ class _Session:
     ) -> None:
         self._space, self._evaluate, self._yardstick, self._window = space, evaluate, yardstick, window
         self._baselines, self._study, self._tried = baselines, study, tried
-        self._distributions = distributions_of(space)
         self._seed = seed
         self.candidates = [candidate for candidate in earlier if candidate.trial is not None]
 
