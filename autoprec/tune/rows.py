@@ -14,6 +14,30 @@ from autoprec.records import Candidate, Failure, FailureKind, Record, VerdictSta
 Value = str | int | float | bool | None
 
 
+_ROLE_WORDS = {
+    "fp32": "FP32",
+    "fp32_tf32": "FP32 + TF32",
+    "amp_fp16": "stock AMP fp16",
+    "amp_bf16": "stock AMP bf16",
+    "tuned": "tuned policy",
+}
+_SUFFIX_WORDS = {
+    "_compile_cudagraphs": "compiled with CUDA graphs",
+    "_compile": "compiled",
+    "_channels_last": "channels_last",
+}
+
+
+def role_words(role: str) -> str:
+    """A role as people read it: ``amp_fp16_channels_last`` is "stock AMP fp16, channels_last"; unknown ones stay as they are."""
+    endings = []
+    for suffix, words in _SUFFIX_WORDS.items():
+        if role.endswith(suffix):
+            role = role.removesuffix(suffix)
+            endings.append(words)
+    return ", ".join((_ROLE_WORDS.get(role, role), *reversed(endings)))
+
+
 class TrialRow(Record):
     """A candidate as people read it.
 
