@@ -78,6 +78,7 @@ class Look(Record):
         odd_layers: layers with a feature or channel count that is not a multiple of 8.
         has_conv: whether any layer runs a convolution over images (channels_last has a meaning).
         loss: the FP32 loss of the first batch.
+        grad_clip: the workload's gradient clipping; None where it does not clip.
         forbids_fp16: why no layer may be fp16 (complex parameters, an optimizer that needs a closure), or an empty string.
         workload_sha256: hash of the user's source and batch settings.
         device_name: the name the driver gives, or the processor's.
@@ -96,6 +97,7 @@ class Look(Record):
     odd_layers: tuple[str, ...] = ()
     has_conv: bool = False
     loss: float
+    grad_clip: float | None = None
     forbids_fp16: str = ""
     workload_sha256: str
     device_name: str
@@ -191,6 +193,7 @@ class Measurement(Record):
         batch_samples: samples of one step (the effective batch).
         peak_bytes: peak memory; measured by the allocator on CUDA, otherwise predicted or the process's own.
         skipped_steps: optimizer steps the loss scaler skipped, warm-up included.
+        late_skipped_steps: those of them in the second half of the window, when the scale has had time to settle.
         final_scale: loss scale at the end; None without a scaler.
         note: anything a person should know about these samples (throttled samples dropped, compiled fallback).
     """
@@ -202,6 +205,7 @@ class Measurement(Record):
     batch_samples: int
     peak_bytes: int
     skipped_steps: int = 0
+    late_skipped_steps: int = 0
     final_scale: float | None = None
     environment: Environment
     note: str = ""

@@ -154,7 +154,9 @@ def odd_layers(model: nn.Module, traced: Traced) -> tuple[str, ...]:
     """Layers that multiply matrices or convolve with a feature, channel or head size that is not a multiple of 8."""
     modules = dict(model.named_modules())
     heavy = {op.layer for op in traced.op_trace.ops if op.is_heavy}
-    return tuple(layer.name for layer in traced.layers if layer.name in heavy and _is_odd(modules[layer.name], traced, layer.name))
+    return tuple(
+        layer.name for layer in traced.layers if layer.name in heavy and _is_odd(modules[layer.name], traced, layer.name)
+    )
 
 
 def _is_odd(module: nn.Module, traced: Traced, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,10 @@ class Measuring(Protocol):
         """Costs and risks of every layer."""
 
 
+# Share of the budget that the study leaves to verification, execution modes and the report.
+VERIFY_SHARE = 0.35
+
+
 @dataclass(frozen=True)
 class Context:
     """One running tune: what was asked, what runs it, what it found first, and where it writes."""
@@ -40,6 +45,21 @@ class Context:
     plan: Plan
     folder: RunFolder
     progress: Progress
+    started_s: float
+
+    @property
+    def time_left_s(self) -> float:
+        """Seconds of the budget that are left; negative when it is overrun."""
+        return self.started_s + self.settings.budget_s - time.monotonic()
+
+    def study_time_is_over(self) -> bool:
+        """Whether the study must leave the rest of the budget to verification and compiling."""
+        return self.time_left_s < VERIFY_SHARE * self.settings.budget_s
+
+    @property
+    def compiles(self) -> bool:
+        """Whether execution modes are tried: only where their speed is measured on CUDA."""
+        return self.settings.execution != "eager" and self.target.device == "cuda" and self.target.timing == "measured"
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -61,14 +81,24 @@ class Context:
             purpose=purpose,
         )
 
-    def verify_window(self, seed: int, purpose: str, perturbation: float = 0.0) -> Window:
+    def timing_window(self, extra_timeout_s: float = 0.0) -> Window:
+        """The window in which arms are interleaved."""
+        return Window(
+            steps=self.plan.timed_steps,
+            warmup_steps=self.plan.trial_warmup_steps,
+            seed=self.settings.seed,
+            timeout_s=self.plan.timeout_s + extra_timeout_s,
+            purpose="interleaved timing",
+        )
+
+    def verify_window(self, seed: int, purpose: str, *, perturbation: float = 0.0, extra_timeout_s: float = 0.0) -> Window:
         """The longer window of reference runs and verification, on one of several seeds."""
         return Window(
             steps=self.plan.verify_steps,
             warmup_steps=self.plan.trial_warmup_steps,
             seed=self.settings.seed + seed,
             perturbation=perturbation,
-            timeout_s=self.plan.timeout_s,
+            timeout_s=self.plan.timeout_s + extra_timeout_s,
             purpose=purpose,
         )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autoprec.errors import UserError, suggest
+from autoprec.records import Record
 
 ExecutionChoice = Literal["auto", "eager", "compile"]
 EXECUTION_CHOICES: tuple[ExecutionChoice, ...] = ("auto", "eager", "compile")
@@ -49,17 +50,22 @@ class Settings:
     def __post_init__(self) -> None:
         if self.execution not in EXECUTION_CHOICES:
             allowed = ", ".join(EXECUTION_CHOICES)
-            raise UserError(f"execution is {self.execution!r}; allowed: {allowed}.{suggest(str(self.execution), EXECUTION_CHOICES)}")
+            raise UserError(
+                f"execution is {self.execution!r}; allowed: {allowed}.{suggest(str(self.execution), EXECUTION_CHOICES)}"
+            )
         if self.trials < 0:
-            raise UserError(f"trials is {self.trials}; allowed is 0 or more.", hint="Give the number of trials beyond the baselines.")
+            raise UserError(
+                f"trials is {self.trials}; allowed is 0 or more.", hint="Give the number of trials beyond the baselines."
+            )
         if not self.budget_s > 0:
             raise UserError(f"budget is {self.budget_s} s; allowed is more than 0.", hint="Give a time such as 10m or 90s.")
         if not 0 < self.tolerance < 1:
-            raise UserError(f"tolerance is {self.tolerance}; allowed is between 0 and 1.", hint="0.01 lets the loss differ by 1%.")
+            raise UserError(
+                f"tolerance is {self.tolerance}; allowed is between 0 and 1.", hint="0.01 lets the loss differ by 1%."
+            )
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(Record):
     """Window lengths that fit the budget.
 
     The shares follow from what each stage needs to be useful: the study gets 40% of the budget, reference and verification
@@ -92,8 +98,8 @@ def plan_windows(step_s: float, settings: Settings, num_baselines: int) -> Plan:
     windows = max(settings.trials + num_baselines, 1)
     trial = int(0.4 * settings.budget_s / windows / step_s)
     trial = min(max(trial, SHORTEST_TRIAL_STEPS), LONGEST_TRIAL_STEPS)
-    # FP32, its perturbed twin and three finalists on every seed.
-    verify = int(0.3 * settings.budget_s / (5 * VERIFY_SEEDS) / step_s)
+    # FP32, its perturbed twin, three stock set-ups and three finalists on every seed.
+    verify = int(0.3 * settings.budget_s / (8 * VERIFY_SEEDS) / step_s)
     verify = min(max(verify, trial), 4 * trial)
     return Plan(
         trial_steps=trial,

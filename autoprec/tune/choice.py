@@ -25,6 +25,7 @@ class Arm(Record):
         useful_share: share of the steps that were not skipped, 0 to 1.
         speed_origin: measured or predicted.
         peak_bytes: peak memory; None where it failed.
+        host_bound: whether the device waits for the host.
         verdict: against FP32; None for FP32 itself and for arms that failed.
         failure: why it has no samples, or an empty string.
     """
@@ -37,6 +38,7 @@ class Arm(Record):
     speed_origin: Origin
     peak_bytes: int | None = None
     verdict: Verdict | None = None
+    host_bound: bool = False
     failure: str = ""
 
     @property
