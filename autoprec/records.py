@@ -188,25 +188,25 @@ class Measurement(Record):
     Attributes:
         losses: loss of every step, warm-up included, in float32.
         step_times_s: time of every step after the warm-up; one equal value each where the speed is predicted.
-        device_times_s: time between device events of the same steps; empty on a CPU.
         speed_origin: whether ``step_times_s`` was measured or predicted.
         batch_samples: samples of one step (the effective batch).
         peak_bytes: peak memory; measured by the allocator on CUDA, otherwise predicted or the process's own.
         skipped_steps: optimizer steps the loss scaler skipped, warm-up included.
         late_skipped_steps: those of them in the second half of the window, when the scale has had time to settle.
         final_scale: loss scale at the end; None without a scaler.
+        host_bound: whether the device waited for the host: it was done almost as soon as the host had issued a step.
         note: anything a person should know about these samples (throttled samples dropped, compiled fallback).
     """
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
-    device_times_s: tuple[float, ...] = ()
     speed_origin: Origin
     batch_samples: int
     peak_bytes: int
     skipped_steps: int = 0
     late_skipped_steps: int = 0
     final_scale: float | None = None
+    host_bound: bool = False
     environment: Environment
     note: str = ""
 
@@ -220,11 +220,6 @@ class Measurement(Record):
         """Samples per second of useful work: skipped steps do not count as done."""
         done = 1.0 - self.skipped_steps / max(len(self.losses), 1)
         return self.batch_samples * done / self.step_s
-
-    @property
-    def host_bound(self) -> bool:
-        """True where the host takes over 1.2 times as long as the device for a step, so that the device waits."""
-        return bool(self.device_times_s) and self.step_s > 1.2 * statistics.median(self.device_times_s)
 
 
 class Failure(Record):

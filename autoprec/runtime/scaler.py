@@ -97,6 +97,12 @@ class PolicyScaler(torch.amp.GradScaler):
         """
         return any(entry is False or (isinstance(entry, torch.Tensor) and entry.item() > 0) for entry in self._last)
 
+    def scale_on_device(self) -> torch.Tensor:
+        """A copy of the current scale, shape (), on its device; reading it later waits, taking it does not."""
+        if self._scale is None:
+            return torch.tensor(self._init_scale)
+        return self._scale.detach().clone().reshape(())
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores scale and growth tracker. A disabled scaler ignores the state, as torch's does.
 

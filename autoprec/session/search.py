@@ -66,7 +66,7 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
     )
     context.progress.found(
         "front: "
-        + "; ".join(f"{dtype}: {len(set(plan.key() for plan in plans))} assignments" for dtype, plans in space.plans.items())
+        + "; ".join(f"{dtype}: {len({plan.key() for plan in plans})} assignments" for dtype, plans in space.plans.items())
     )
     window = context.trial_window()
     # The trial window is the start of the first verification window: same seed, same data, so FP32 need not run again.

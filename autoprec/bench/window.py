@@ -1,0 +1,164 @@
+"""One window: a short training run under a policy, its raw samples or why there are none."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from autoprec.bench.data import Batches
+from autoprec.bench.environment import environment
+from autoprec.bench.failures import divergence_of, failure_of, first_nonfinite_layer, nonfinite_buffer, skipped_steps
+from autoprec.bench.target import Target
+from autoprec.bench.timing import StepClock
+from autoprec.bench.training import Training, free_memory, undisturbed
+from autoprec.bench.workload import Workload
+from autoprec.errors import AutoprecError
+from autoprec.policy import Policy
+from autoprec.records import Failure, Measurement, Outcome, Window
+
+# Losses are looked at after these steps and then every tenth: a look waits for the device, and most failures come at once.
+_EARLY_LOOKS, _LOOK_EVERY_STEPS = (1, 2, 5), 10
+# A failure later than this is not trained up to again only to name the layer.
+_LOCATE_UP_TO_STEPS = 40
+
+
+class SpeedModel(Protocol):
+    """Predicts what cannot be measured here."""
+
+    def step_s(self, policy: Policy) -> float:
+        """Seconds of one optimizer step."""
+
+    def peak_bytes(self, policy: Policy) -> int:
+        """Peak memory of one step."""
+
+
+def run_window(
+    workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches, speed: SpeedModel | None
+) -> Outcome:
+    """Trains a fresh model for a window; everything process-wide is as before when it returns.
+
+    Args:
+        workload: what is trained.
+        target: where; where its timing is predicted, ``speed`` gives times and memory.
+        policy: how.
+        window: how long, from which seed.
+        batches: of the window's seed.
+        speed: predicts what is not measured; on a CPU it also gives the memory.
+
+    Raises:
+        WorkloadError: plain FP32 fails, or the batches end early.
+    """
+    on_cuda = target.device == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    with undisturbed(target):
+        training, outcome = _train(workload, target, policy, window, batches)
+        # The peak is read before anything else allocates.
+        peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else 0
+        if training is not None:
+            training.close()
+        del training
+        if isinstance(outcome, Failure) and outcome.kind == "diverged" and (outcome.step or 0) < _LOCATE_UP_TO_STEPS:
+            outcome = _located(outcome, workload, target, policy, window, batches)
+    free_memory(target, compiled=policy.execution != "eager")
+    if isinstance(outcome, Failure):
+        return outcome
+    if speed is not None and target.timing == "predicted":
+        step_s = speed.step_s(policy)
+        return outcome.model_copy(
+            update={
+                "step_times_s": (step_s,) * len(outcome.step_times_s),
+                "speed_origin": "predicted",
+                "peak_bytes": speed.peak_bytes(policy),
+                "host_bound": False,
+            }
+        )
+    if not on_cuda and speed is not None:
+        peak_bytes = speed.peak_bytes(policy)
+    return outcome.model_copy(update={"peak_bytes": peak_bytes})
+
+
+def _train(
+    workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches
+) -> tuple[Training | None, Outcome]:
+    """Trains; returns the training, so that its memory can be read before it is let go, and what came of it."""
+    training: Training | None = None
+    step = 0
+    try:
+        training = Training(workload, target, policy, window, batches)
+        clock = StepClock(target.device)
+        for step in range(window.steps):
+            run_step(training, clock, step, window)
+            if step in _EARLY_LOOKS or step % _LOOK_EVERY_STEPS == _LOOK_EVERY_STEPS - 1:
+                failure = look_at(training)
+                if failure is not None:
+                    return training, failure
+        return training, finished(training, clock, target)
+    except AutoprecError:
+        if training is not None:
+            training.close()
+        raise
+    except Exception as error:
+        return training, failure_of(error, policy, training.model if training else None, step)
+
+
+def run_step(training: Training, clock: StepClock, step: int, window: Window) -> None:
+    """Runs one step of a window: untimed in the warm-up, of which the last step shows whether the host is the limit."""
+    parts = training.prepare(step)
+    if step < window.warmup_steps - 1:
+        training.step(parts)
+    elif step == window.warmup_steps - 1:
+        clock.probe_host(lambda: training.step(parts))
+    else:
+        clock.time(lambda: training.step(parts))
+
+
+def look_at(training: Training) -> Failure | None:
+    """Reads losses and scales so far; waits for the device."""
+    return divergence_of(_read(training.losses), _read(training.scales), training.policy)
+
+
+def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
+    """The samples of a window that ran to its end, or the failure they show."""
+    times_s = clock.times_s()
+    failure = look_at(training)
+    if failure is not None:
+        return failure
+    buffer = nonfinite_buffer(training.model)
+    if buffer is not None:
+        layer = buffer.rpartition(".")[0]
+        return Failure(kind="diverged", message=f"buffer {buffer} holds NaN or infinity though the loss is finite", layer=layer)
+    losses, scales = _read(training.losses), _read(training.scales)
+    skipped = skipped_steps(scales, training.policy.loss_scale.init)
+    return Measurement(
+        losses=tuple(losses),
+        step_times_s=times_s,
+        speed_origin="measured",
+        batch_samples=training.policy.batch.effective,
+        peak_bytes=0,
+        skipped_steps=len(skipped),
+        late_skipped_steps=sum(step >= len(losses) // 2 for step in skipped),
+        final_scale=scales[-1] if scales else None,
+        host_bound=clock.host_bound,
+        environment=environment(target.device),
+    )
+
+
+def _read(values: list[torch.Tensor]) -> list[float]:
+    return torch.stack(values).double().tolist() if values else []
+
+
+def _located(failure: Failure, workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches) -> Failure:
+    """The failure with the first layer that goes non-finite, found by training up to it again, eager, with hooks."""
+    training = Training(workload, target, policy.model_copy(update={"execution": "eager"}), window, batches)
+    layer: str | None = None
+    try:
+        for step in range((failure.step or 0) + 1):
+            parts = training.prepare(step)
+            layer = first_nonfinite_layer(training.model, lambda parts=parts: training.step(parts))  # type: ignore[misc]
+            if layer is not None:
+                break
+    finally:
+        training.close()
+    return failure if layer is None else failure.model_copy(update={"layer": layer})
