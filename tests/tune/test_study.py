@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import json
 import os
 import signal
 import sqlite3
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import optuna
+import optuna_dashboard
 import pytest
 from decision_fakes import REFERENCE, WINDOW, bound, fake_evaluate, layer, layer_profile, look_of, profile_of, small_model
 from optuna.trial import TrialState
@@ -18,6 +21,7 @@ from autoprec.policy import Policy
 from autoprec.records import Candidate, Failure, Outcome, Window
 from autoprec.tune.baselines import baseline_policies
 from autoprec.tune.study import finished_trials, open_study, run_study
+from autoprec.tune.trial_record import record_outcome
 from autoprec.tune.yardstick import CONSTRAINTS, Yardstick
 
 LOOK, PROFILE = small_model()
@@ -104,12 +108,9 @@ def test_what_a_person_reads_is_in_the_study(tmp_path: Path) -> None:
 
 
 def test_constraints_reach_the_sampler_and_the_dashboards_old_list() -> None:
-    seen: list[optuna.trial.FrozenTrial] = []
     study = optuna.create_study(directions=["maximize", "minimize"])
 
     def objective(trial: optuna.Trial) -> tuple[float, float]:
-        from autoprec.tune.trial_record import record_outcome
-
         return record_outcome(trial, Failure(kind="out_of_memory", message="24.3 GB asked, 24 GB there"), YARDSTICK)
 
     study.optimize(objective, n_trials=1)
@@ -118,6 +119,18 @@ def test_constraints_reach_the_sampler_and_the_dashboards_old_list() -> None:
     assert {name: seen[0].constraints[name] for name in CONSTRAINTS} == {"memory": 1, "finite": 0, "divergence": 0, "runs": 0}
     assert seen[0].system_attrs["constraints"] == [1.0, 0.0, 0.0, 0.0]
     assert seen[0].user_attrs["failure"] == "out_of_memory: 24.3 GB asked, 24 GB there"
+
+
+def test_the_dashboard_shows_the_constraints_of_every_trial(tmp_path: Path) -> None:
+    _run(storage=_url(tmp_path), trials=9)
+    storage = optuna.storages.RDBStorage(_url(tmp_path))
+    answer: list[str] = []
+    request = {"REQUEST_METHOD": "GET", "PATH_INFO": "/api/studies/1", "wsgi.input": io.BytesIO(), "wsgi.errors": io.StringIO()}
+    body = b"".join(optuna_dashboard.wsgi(storage)(request, lambda status, headers, exc=None: answer.append(status)))
+    assert answer == ["200 OK"]
+    shown = {trial["number"]: trial["constraints"] for trial in json.loads(body)["trials"]}
+    assert shown[0] == [0.0, 0.0, -1.0, 0.0] and shown[2] == [0.0, 1.0, 0.0, 0.0]
+    assert all(len(values) == len(CONSTRAINTS) for values in shown.values())
 
 
 def test_a_policy_over_the_tolerance_is_complete_but_infeasible(tmp_path: Path) -> None:
@@ -174,7 +187,7 @@ def test_ctrl_c_keeps_finished_trials_and_the_interrupted_one_is_tried_again_onc
 
     with pytest.raises(KeyboardInterrupt):
         _run(interrupted, storage=_url(tmp_path))
-    assert _states(open_study(_url(tmp_path))) == {"COMPLETE": 7, "PRUNED": 2, "FAIL": 1, "WAITING": 2}
+    assert _states(open_study(_url(tmp_path))) == {"COMPLETE": 7, "PRUNED": 2, "FAIL": 1}
     resumed = _run(storage=_url(tmp_path))
     study = open_study(_url(tmp_path))
     assert len(finished_trials(study)) == 20
