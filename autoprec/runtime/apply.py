@@ -164,7 +164,6 @@ def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[
         island = Island(
             precision=precision,
             outside=island.outside,
-            member=island.member,
             cached=precision is None or HALF_DTYPES.get(precision) in (None, main),
             multiple=multiples.get(name, 0),
             slow_path=name in slow,
@@ -185,7 +184,7 @@ def _island(name: str, module: nn.Module, default: Precision, settings: dict[str
     # Below a pure boundary each module casts its own parameters, so that checkpointing recomputes it alike.
     computed = torch.nn.utils.parametrize.is_parametrized(module)
     if outside.endswith("_pure") and "parametrizations" not in name.split(".") and own_shapes(module) and (computed or not idle):
-        return Island(precision=outside, outside=outside, member=True)
+        return Island(precision=outside, outside=outside)
     return Island(outside=outside)
 
 

@@ -56,7 +56,8 @@ def _map_special(value: Any, fn: TensorFunction) -> Any:
 
 
 def _same(before: Any, after: Any) -> bool:
-    return all(old is new for old, new in zip(before, after, strict=True))
+    # torch.compile cannot compare containers by identity; a rebuilt container is as good there.
+    return not torch.compiler.is_compiling() and all(old is new for old, new in zip(before, after, strict=True))
 
 
 def _map_packed(value: PackedSequence, fn: TensorFunction) -> PackedSequence:
@@ -93,19 +94,17 @@ def _map_mapping(value: Mapping[Any, Any], fn: TensorFunction) -> Any:
         return cast(Any, type(value))(items)
     twin = copy.copy(value)
     for key, item in items.items():
-        if item is not value[key]:
-            twin[key] = item
+        twin[key] = item
     return twin
 
 
 def _map_dataclass(value: Any, fn: TensorFunction) -> Any:
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     items = {name: _map(getattr(value, name), fn) for name in names}
-    changed = {name: item for name, item in items.items() if item is not getattr(value, name)}
-    if not changed:
+    if _same([getattr(value, name) for name in names], items.values()):
         return value
     twin = copy.copy(value)
-    for name, item in changed.items():
+    for name, item in items.items():
         # Past a frozen dataclass's own __setattr__: the twin is new, nobody else holds it.
         object.__setattr__(twin, name, item)
     return twin
