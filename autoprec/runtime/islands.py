@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable
@@ -276,12 +277,15 @@ def device_type_of(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[s
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter.device.type
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        return args[0].device.type
     # Floating arguments first: lengths and indices may stay on the CPU beside a model on a GPU.
-    tensors = list(iter_tensors((args, kwargs or {})))
+    tensors = iter_tensors((args, kwargs or {}))
     for tensor in tensors:
         if tensor.is_floating_point():
             return tensor.device.type
-    for tensor in (*module.parameters(), *tensors, *module.buffers()):
+    # One after the other, not all at once: the first parameter answers, and listing them all takes long in a large model.
+    for tensor in itertools.chain(module.parameters(), tensors, module.buffers()):
         return tensor.device.type
     return "cpu"
 

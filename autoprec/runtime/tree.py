@@ -21,7 +21,7 @@ def map_tensors(value: Value, fn: TensorFunction) -> Value:
     (named tuples, dict subclasses such as model outputs, frozen dataclasses included). Nothing is changed in place. Other
     objects are left alone. The batch sizes of a packed sequence are never passed to ``fn``: torch wants them on the CPU.
     """
-    return cast(Value, _map(value, fn))
+    return _map(value, fn)  # type: ignore[no-any-return]
 
 
 def _map(value: Any, fn: TensorFunction) -> Any:
@@ -118,5 +118,5 @@ def iter_tensors(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(value, note)
+    _map(value, note)
     return found
