@@ -6,7 +6,8 @@ kernels are slow. Inside ``cuda_autocast_rules()``:
 * operations of CUDA's lower-precision list round their inputs to the autocast dtype, compute in float32 (as tensor cores
   accumulate) and round the result; gradients are rounded at the same places, so they overflow and underflow as on a GPU;
 * operations of CUDA's float32 list compute and answer in float32, those of its promote list in the widest type given;
-* with autocast off, the same heavy operations on half tensors (the ``*_pure`` layers) also compute in float32 and answer in half;
+* with autocast off, the same heavy operations and norms on half tensors (the ``*_pure`` layers) also compute in float32 and
+  answer in half;
 * ``binary_cross_entropy`` under autocast raises, as it does on CUDA.
 
 This is the only place that touches torch's private dispatcher API. The rules sit on a dispatch key that torch reserves for the
@@ -55,6 +56,8 @@ FLOAT32 = (
     "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
     "upsample_trilinear3d",
 )  # fmt: skip
+
+_NORMS = frozenset({"layer_norm", "native_layer_norm", "group_norm", "rms_norm"})
 
 # The same, but a dtype that the caller names wins.
 FLOAT32_UNLESS_GIVEN = (
@@ -160,9 +163,15 @@ def _lower_precision(op: Any) -> Kernel:
 
 
 def _float32(op: Any) -> Kernel:
+    # CUDA's norm kernels add up in float32 whatever they read; the CPU's add the parameters' gradients up in half.
+    accumulates = op._schema.name.rpartition("::")[2] in _NORMS
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         cast = torch.is_autocast_enabled("cpu")
+        low = _shared_low_dtype((args, tuple(kwargs.values()))) if accumulates and not cast else None
         with _below_both():
+            if low is not None:
+                return _map(op(*_map(args, _raise_low), **kwargs), _answer_in(low))
             if not cast:
                 return op(*args, **kwargs)
             return op(*_map(args, _raise_low), **{key: _map(value, _raise_low) for key, value in kwargs.items()})
