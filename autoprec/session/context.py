@@ -31,7 +31,7 @@ class Measuring(Protocol):
 
 
 # Share of the budget that the study leaves to verification and the report, and to execution modes where they are tried.
-SHARE_AFTER_STUDY, SHARE_AFTER_STUDY_COMPILING = 0.3, 0.55
+SHARE_AFTER_STUDY, SHARE_AFTER_STUDY_COMPILING = 0.3, 0.5
 
 
 @dataclass(frozen=True)

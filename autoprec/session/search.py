@@ -50,18 +50,19 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
     """Profiles the layers, solves the fronts, and runs the study with the baselines first."""
     profile = run_profile(context)
     target = context.target
+    precisions = tuple(precision for precision in target.precisions if precision in search_space.precisions)
     space = StudySpace.bind(
         search_space,
         context.look,
         profile,
-        precisions=target.precisions,
+        precisions=precisions,
         cuda=target.stands_for_cuda,
         capability=target.capability,
         device_name=target.device_name,
     )
     baselines = baseline_policies(
         context.look,
-        target.precisions,
+        precisions,
         cuda=target.stands_for_cuda,
         capability=target.capability,
         fingerprint=space.fingerprint,

@@ -13,6 +13,7 @@ from autoprec.session.search import Found
 from autoprec.tune.choice import Arm, choose, median_s
 from autoprec.tune.divergence import loss_gap
 from autoprec.tune.front import finalists, kind_of, score
+from autoprec.tune.rows import role_words
 from autoprec.tune.verdict import judge
 
 NUM_FINALISTS = 3
@@ -70,7 +71,7 @@ def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]
             continue
         known.add(policy.setup_hash())
         is_baseline = item.candidate.role in found.baselines
-        name = item.candidate.role.replace("_", " ") if is_baseline else f"finalist {number + 1} (trial {item.candidate.number})"
+        name = role_words(item.candidate.role) if is_baseline else f"finalist {number + 1} (trial {item.candidate.number})"
         contenders[name] = (policy, RANK_BASELINE if is_baseline else RANK_TUNED)
     return contenders
 
