@@ -58,7 +58,8 @@ def tiles(data: ReportData) -> list[Tile]:
     evidence = data.policy.evidence
     for label, over in (("against stock AMP", data.stock_arm), ("against FP32", data.fp32_arm)):
         gain = speedup(data, over)
-        if gain is None:
+        # Where the answer is FP32 itself, a ratio to a slower stock AMP would read like a gain.
+        if gain is None or data.not_worth_it:
             continue
         detail = role_words(over)
         measured = data.speed_origin == "measured"  # predicted step times are all equal: no interval over them
@@ -219,7 +220,7 @@ def render_html(data: ReportData) -> str:
         reason_words=REASON_WORDS,
         precisions=list(dict.fromkeys(cell.precision for cell in cells)),
         rejections=rejections(data),
-        code=apply_code(data.policy, policy_path=f"{data.name}/policy.json", grad_clip=data.grad_clip),
+        code=apply_code(data.policy, grad_clip=data.grad_clip),
         bar_chart=_both("bars", arm_bars(data)),
         pareto_chart=_both("pareto", pareto_points(data), noise_floor=data.noise_floor, tolerance=data.limit),
         curve_chart=_both("loss_curves", shown_curves(data)),
