@@ -79,7 +79,8 @@ class Axis:
             powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
             if len(powers) <= 2:
                 every = [10.0**power * factor for power in range(powers.start - 1, powers.stop) for factor in (1, 2, 5)]
-                return [tick for tick in every if self.low <= tick <= self.high]
+                inside = [tick for tick in every if self.low <= tick <= self.high]
+                return inside[:: max(1, math.ceil(len(inside) / (2 * count + 2)))]
             step = max(1, math.ceil(len(powers) / max(count, 1)))
             return [10.0**power for power in list(powers)[::step]]
         raw = (self.high - self.low) / max(count, 1)

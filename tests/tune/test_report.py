@@ -69,7 +69,7 @@ def test_the_page_tells_the_answer_the_comparison_and_how_to_apply_it():
     assert "2.07× the speed of stock AMP, trains like FP32" in text
     for words in ("tuned policy", "6,160", "5.37 GB", "stages.*.bn* (16 layers)", "outputs reach 81,920, over 65,504"):
         assert words in text
-    assert "policy = autoprec.load_policy('digits_cnn-4090d/policy.json')" in text
+    assert "policy = autoprec.load_policy('policy.json')" in text
 
 
 @pytest.mark.parametrize("origin", ["measured", "predicted"])

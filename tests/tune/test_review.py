@@ -48,7 +48,7 @@ def test_the_dashboard_shows_the_study_note_with_headline_comparison_code_and_co
     note = detail["note"]["body"]
     assert note.startswith("## 2.07× the speed of stock AMP, trains like FP32\n")
     assert "| **tuned policy** | 6,160 | 2.07× | 5.37 GB | 0.24 % | predicted |" in note
-    assert "autoprec.load_policy('digits_cnn-4090d/policy.json')" in note
+    assert "autoprec.load_policy('policy.json')" in note
     assert "- stages.\\*.bn\\* (16 layers): fp16\\_pure; faster" in note
     for name in CONSTRAINTS:
         assert f"- **{name}**: " in note

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-BATCH_SIZE = 32
+BATCH_SIZE = 1024
 GUILTY = "wide"
 
 
