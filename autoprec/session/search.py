@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autoprec.errors import WorkerError
 from autoprec.policy import LossScale, Policy, Precision, Reason
 from autoprec.records import Candidate, Failure, Measurement, Outcome, Profile, Window
 from autoprec.session.context import Context
@@ -50,7 +51,8 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
     """Profiles the layers, solves the fronts, and runs the study with the baselines first."""
     profile = run_profile(context)
     target = context.target
-    precisions = tuple(precision for precision in target.precisions if precision in search_space.precisions)
+    allowed = tuple(precision for precision in target.precisions if precision in search_space.precisions)
+    precisions = tuple(precision for precision in allowed if precision in profile.precisions)
     space = StudySpace.bind(
         search_space,
         context.look,
@@ -62,7 +64,7 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
     )
     baselines = baseline_policies(
         context.look,
-        precisions,
+        allowed,
         cuda=target.stands_for_cuda,
         capability=target.capability,
         fingerprint=space.fingerprint,
@@ -93,7 +95,7 @@ def run_profile(context: Context) -> Profile:
     context.progress.stage("profile", 1)
     profile = context.folder.load_profile()
     if profile is None:
-        profile = context.bench.profile(context.target.precisions)
+        profile = _profile_what_runs(context)
         context.folder.save_profile(profile)
     context.progress.advance()
     pinned = [p.layer or "(root)" for p in profile.layers if any(risk.hard and risk.precision == "fp16" for risk in p.risks)]
@@ -102,6 +104,25 @@ def run_profile(context: Context) -> Profile:
         f"profile: {len(profile.layers)} layers in {profile.cost_s:.1f} s; {len(pinned)} cannot run in fp16{named}"
     )
     return profile
+
+
+def _profile_what_runs(context: Context) -> Profile:
+    """The profile of all precisions, or of fewer where one of them ends the worker process (a crash in user code, say)."""
+    everything = context.target.precisions
+    sets = [
+        everything,
+        *(tuple(p for p in everything if p == "fp32" or p.startswith(half)) for half in ("fp16", "bf16")),
+        ("fp32",),
+    ]
+    for number, precisions in enumerate(dict.fromkeys(sets)):
+        try:
+            return context.bench.profile(precisions)
+        except WorkerError as error:
+            if precisions == ("fp32",):
+                raise
+            left_out = "with all precisions" if number == 0 else f"with {', '.join(precisions)}"
+            context.progress.found(f"profile: {left_out} it ended the worker, so fewer are profiled. {error.message}")
+    raise AssertionError("fp32 alone is always the last set")
 
 
 def _study(

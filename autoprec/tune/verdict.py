@@ -15,6 +15,8 @@ from autoprec.tune.divergence import NOISE_SIGMAS
 DEFAULT_TOLERANCE = 0.01
 CONFIDENCE = 0.95
 BOOTSTRAP_RESAMPLES = 2000
+# Where FP32 differs from itself by more than this, passing would mean nothing. Own choice.
+USELESS_NOISE = 0.25
 # Smaller gaps would print as 0.00%.
 VISIBLE_GAP = 5e-5
 
@@ -61,9 +63,13 @@ def judge(
     half = float(stats.t.ppf(0.5 + confidence / 2, freedom)) * spread / math.sqrt(num_seeds)
     low, high = mean - half, mean + half
     status = "passed" if high <= limit else "rejected" if low > limit else "inconclusive"
-    return _verdict(
-        status, (mean, low, high), tolerance, noise_floor, num_seeds, _text(status, mean, low, high, limit, num_seeds)
-    )
+    text = _text(status, mean, low, high, limit, num_seeds)
+    if noise_floor > USELESS_NOISE:
+        status, text = (
+            "inconclusive",
+            f"Inconclusive: two FP32 runs of this window differ by {noise_floor:.0%}, so it cannot judge.",
+        )
+    return _verdict(status, (mean, low, high), tolerance, noise_floor, num_seeds, text)
 
 
 def _verdict(

@@ -93,3 +93,9 @@ def test_an_arm_against_itself_is_called_different_in_few_repeats_even_with_drif
 def test_an_arm_without_samples_is_an_error(a: list[float], b: list[float]) -> None:
     with pytest.raises(ValueError, match="at least one step time"):
         speed_ratio(a, b)
+
+
+def test_a_window_in_which_fp32_differs_from_itself_wildly_passes_nobody() -> None:
+    verdict = judge([0.0, 0.001, -0.001], 30.0)
+    assert verdict.status == "inconclusive"
+    assert "differ by 3000%" in verdict.text
