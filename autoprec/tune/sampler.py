@@ -56,7 +56,6 @@ class FreshSampler(BaseSampler):
             multivariate=True,
             n_startup_trials=STARTUP_TRIALS,
             constant_liar=False,  # one trial at a time: two on one GPU would spoil each other's times
-            warn_independent_sampling=False,  # those of fp16 only are drawn on their own, on purpose
         )
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:

@@ -36,7 +36,7 @@ HEARTBEAT_S, GRACE_S = 30, 120
 # The last trials refine the best found by single steps: a fifth of the budget, eight at most. Own choice.
 REFINE_SHARE, MAX_REFINEMENTS = 5, 8
 INTERRUPTED = "interrupted"
-# Starting points are queued only where this many trials are left for the search itself. Own choice.
+# Starting points are taken only where this many trials are left for the search itself. Own choice.
 STARTS_NEED = 10
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 
@@ -93,7 +93,7 @@ def run_study(
         _check_space(study, space, storage)
         _revive(study, set(baselines))
         session = _Session(space, evaluate, yardstick, window, dict(baselines), study, tried, seed, list(earlier))
-        session.prepare(trials)
+        session.prepare()
         while not should_stop() and session.queue_next(trials):
             study.optimize(session.objective, n_trials=1)
             if on_trial is not None:
@@ -154,7 +154,7 @@ class _Session:
         self._seed = seed
         self.candidates = [candidate for candidate in earlier if candidate.trial is not None]
 
-    def prepare(self, trials: int) -> None:
+    def prepare(self) -> None:
         """Notes what earlier sessions tried and queues what runs first; a resumed study keeps its queue."""
         known = self._study.get_trials(deepcopy=False)
         self._tried |= {
@@ -166,9 +166,6 @@ class _Session:
         for role, policy in self._baselines.items():
             if role not in present:
                 self._study.enqueue_trial(self._space.nearest_params(policy), user_attrs={"role": role})
-        if not known and trials >= len(self._baselines) + STARTS_NEED:
-            for params in self._space.starts():
-                self._study.enqueue_trial(params, user_attrs={"role": "start"})
 
     def queue_next(self, trials: int) -> bool:
         """Makes sure that a trial worth running comes next; False where the study is over."""
@@ -178,8 +175,11 @@ class _Session:
             return any(trial.user_attrs.get("role") in self._baselines for trial in waiting)
         if waiting:
             return True
-        if left <= min(MAX_REFINEMENTS, trials // REFINE_SHARE) and (params := self._refinement()) is not None:
-            self._study.enqueue_trial(params, user_attrs={"role": "refine"})
+        role, params = "start", self._start(trials)
+        if params is None and left <= min(MAX_REFINEMENTS, trials // REFINE_SHARE):
+            role, params = "refine", self._refinement()
+        if params is not None:
+            self._study.enqueue_trial(params, user_attrs={"role": role})
             return True
         rng = random.Random(self._seed + len(self._tried))
         return random_untried(self._space, lambda params: _is_tried(self._space, params, self._tried), rng) is not None
@@ -226,6 +226,12 @@ class _Session:
         if name == "front_index":
             return trial.suggest_int(name, 0, len(choices) - 1)
         return trial.suggest_categorical(name, choices)
+
+    def _start(self, trials: int) -> Params | None:
+        """The next starting point not tried, where trials are left to learn from it."""
+        if trials < len(self._baselines) + STARTS_NEED:
+            return None
+        return next((p for p in self._space.starts() if not _is_tried(self._space, p, self._tried)), None)
 
     def _refinement(self) -> Params | None:
         """The first untried neighbour of the best candidate that lies in the space."""
