@@ -7,7 +7,7 @@ from typing import Any
 
 from autoprec.bench.arms import interleave
 from autoprec.bench.data import Batches
-from autoprec.bench.look import look, trace_workload
+from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.profile import profile
 from autoprec.bench.roofline import RooflineSpeed
@@ -34,8 +34,38 @@ class Bench:
         self._trace: OpTrace | None = None
 
     def look(self) -> Look:
-        """Checks the workload and traces one FP32 step; the second call returns the first one's answer."""
-        if self._look is None:
+        """Checks the workload and traces one FP32 step; the second call returns the first one's answer.
+
+        Raises:
+            WorkloadError: the workload does not train in FP32, or breaks the contract of a model.py.
+        """
+        return self._traced()[0]
+
+    def window(self, policy: Policy, window: Window) -> Outcome:
+        """Trains one window under a policy."""
+        return run_window(self._workload, self._target, policy, window, self._batches_of(window.seed), self._speed())
+
+    def interleave(self, policies: Sequence[Policy], window: Window) -> list[Outcome]:
+        """Times several policies against each other in this process, A B A B."""
+        return interleave(self._workload, self._target, policies, window, self._batches_of(window.seed))
+
+    def profile(self, precisions: Sequence[Precision]) -> Profile:
+        """Costs and risks of every layer."""
+        seen, trace = self._traced()
+        return profile(self._workload, self._target, seen, trace, precisions)
+
+    def _traced(self) -> tuple[Look, OpTrace]:
+        if self._look is None or self._trace is None:
             check_workload(self._workload, self._target.device)
-            self._look, self._trace = look(self._workload, self._target)
-        return self._look
+            seen, self._trace = trace_workload(self._workload, self._target)
+            self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip})
+        return self._look, self._trace
+
+    def _batches_of(self, seed: int) -> Batches:
+        if seed not in self._batches:
+            self._batches[seed] = Batches(self._workload, seed, pinned=self._target.device == "cuda")
+        return self._batches[seed]
+
+    def _speed(self) -> RooflineSpeed | None:
+        """Predicts times for a card that is not here; a measured CPU needs its memory predicted, CUDA nothing."""
+        return RooflineSpeed(self._traced()[1], self._target.gpu) if self._target.device == "cpu" or self._target.gpu else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autoprec.bench.batch import pin, tensors_of
+from autoprec.bench.batch import batch_bytes, pin
 from autoprec.bench.workload import Workload
 from autoprec.errors import WorkloadError
 
@@ -47,7 +47,7 @@ class Batches:
 
     def _keep(self, batch: Any) -> None:
         # Only an unbroken stretch from the start can be kept.
-        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
+        size = batch_bytes(batch)
         if self._next == len(self._kept) and self._bytes + size <= KEPT_BYTES:
             self._kept.append(pin(batch) if self._pinned else batch)
             self._bytes += size

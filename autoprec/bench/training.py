@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from autoprec.bench.batch import split_batch, to_device
 from autoprec.bench.cuda_rules import cuda_autocast_rules
 from autoprec.bench.data import Batches
+from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.target import Target
 from autoprec.bench.workload import Workload
 from autoprec.policy import Policy
@@ -36,8 +36,7 @@ class Training:
     def __init__(self, workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches) -> None:
         self.policy = policy
         self._workload, self._device, self._batches = workload, target.device, batches
-        torch.manual_seed(window.seed)
-        random.seed(window.seed)
+        seed_everything(window.seed)
         self.model: nn.Module = workload.build_model().to(target.device)
         self.model.train()
         if window.perturbation:
@@ -53,7 +52,8 @@ class Training:
         self._needs_closure = needs_closure(self._optimizer)
         self.losses: list[Tensor] = []
         self.scales: list[Tensor] = []
-        torch.manual_seed(window.seed)
+        # Again, so that dropout draws the same whatever building and compiling drew.
+        seed_everything(window.seed)
 
     def prepare(self, index: int) -> list[Any]:
         """The micro-batches of a step, on the device; copying them is not part of the step."""
@@ -117,9 +117,8 @@ def undisturbed(target: Target) -> Iterator[None]:
 
     On a CPU that stands in for a GPU, CUDA's autocast rules hold inside.
     """
-    devices = [torch.cuda.current_device()] if target.device == "cuda" else []
-    python_state, default_dtype = random.getstate(), torch.get_default_dtype()
-    with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+    default_dtype = torch.get_default_dtype()
+    with untouched_random_state(), torch.enable_grad(), warnings.catch_warnings():
         # A policy for another card is the point here, and its warning is for people who load one.
         warnings.filterwarnings("ignore", message=".*policy was made.*")
         try:
@@ -129,7 +128,6 @@ def undisturbed(target: Target) -> Iterator[None]:
             else:
                 yield
         finally:
-            random.setstate(python_state)
             torch.set_default_dtype(default_dtype)
 
 
