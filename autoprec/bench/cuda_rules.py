@@ -263,12 +263,13 @@ def _kernels() -> dict[str, Kernel]:
 
 def _register() -> tuple[Any, ...]:
     """Registers the kernels; they stay idle until a thread switches their key on."""
+    library: Any = torch.library.Library
     libraries = []
     if not _C._dispatch_has_backend_fallback(getattr(_C.DispatchKey, _KEY)):
-        fallback = torch.library.Library("_", "IMPL", _KEY)
+        fallback = library("_", "IMPL", _KEY)
         fallback.fallback(torch.library.fallthrough_kernel, _KEY)
         libraries.append(fallback)
-    rules = torch.library.Library("aten", "IMPL", _KEY)
+    rules = library("aten", "IMPL", _KEY)
     for name, kernel in _kernels().items():
         rules.impl(name, kernel)
     return (*libraries, rules)
