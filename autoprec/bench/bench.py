@@ -13,7 +13,8 @@ from autoprec.bench.profile import profile
 from autoprec.bench.roofline import RooflineSpeed
 from autoprec.bench.target import Target
 from autoprec.bench.window import run_window
-from autoprec.bench.workload import Workload, check_workload, load_workload
+from autoprec.bench.workload import Workload, load_workload
+from autoprec.bench.workload_check import check_workload
 from autoprec.policy import Policy, Precision
 from autoprec.records import Look, Outcome, Profile, Window
 
@@ -56,7 +57,7 @@ class Bench:
 
     def _traced(self) -> tuple[Look, OpTrace]:
         if self._look is None or self._trace is None:
-            check_workload(self._workload, self._target.device)
+            self._workload = check_workload(self._workload, self._target.device)
             seen, self._trace = trace_workload(self._workload, self._target)
             self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip})
         return self._look, self._trace

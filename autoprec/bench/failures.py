@@ -11,23 +11,17 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
+from autoprec.bench.memory import is_out_of_memory
 from autoprec.errors import WorkloadError
 from autoprec.policy import Policy
 from autoprec.records import Failure, FailureKind
 from autoprec.runtime.layers import named_layers
 from autoprec.runtime.tree import iter_tensors
 
-# torch raises OutOfMemoryError for its own allocator; libraries report theirs in text.
-_OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory", re.I)
 # After one of these the CUDA context is unusable, so the process has to go.
 _DEAD_DEVICE = re.compile(r"CUDA error|device-side assert|illegal memory access|CUBLAS_STATUS_EXECUTION_FAILED", re.I)
 # Share of skipped steps from which training counts as stuck, once this many steps were taken. Own choice.
 STUCK_SHARE, STUCK_AFTER_STEPS = 0.5, 12
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """True where memory ran out, whoever says so."""
-    return isinstance(error, torch.OutOfMemoryError) or bool(_OUT_OF_MEMORY.search(str(error)))
 
 
 def is_plain_fp32(policy: Policy) -> bool:
