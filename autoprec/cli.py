@@ -106,9 +106,11 @@ def show(policy: Path, every_layer: bool) -> None:
     from rich.console import Console
 
     from autoprec.policy import load_policy
-    from autoprec.tune.describe import describe_policy
+    from autoprec.tune.describe import describe_policy, description_rich, fingerprint_warnings, installed_torch_version
 
-    Console().print(describe_policy(load_policy(policy), every_layer=every_layer), soft_wrap=True, highlight=False)
+    loaded = load_policy(policy)
+    warnings = fingerprint_warnings(loaded, torch_version=installed_torch_version())
+    Console().print(description_rich(describe_policy(loaded, every_layer=every_layer), warnings), highlight=False)
 
 
 @cli.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -10,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from autoprec.bench.gpus import Gpu
 from autoprec.policy import Figures
 from autoprec.session import TuneResult
 
@@ -72,22 +74,24 @@ class TerminalProgress:
 
 def figures_table(arms: tuple[Figures, ...], chosen: str) -> Table:
     """The comparison a tune ends in: throughput, ratios, loss gap and memory of every arm."""
-    table = Table(title="Training speed and loss against FP32", title_justify="left")
-    for heading in ("set-up", "samples/s", "x FP32", "x stock AMP", "loss gap", "peak memory", "speed"):
-        table.add_column(heading, justify="left" if heading in ("set-up", "speed") else "right")
-    by_name = {arm.name: arm.samples_per_s for arm in arms}
-    fp32, stock = by_name.get("fp32"), by_name.get("stock AMP")
+    origins = " and ".join(sorted({arm.speed_origin for arm in arms}))
+    table = Table(title=f"Training speed ({origins}) and loss against FP32", title_justify="left")
+    for heading in ("set-up", "samples/s", "x FP32", "x AMP", "loss gap", "MiB"):
+        table.add_column(heading, justify="left" if heading == "set-up" else "right", no_wrap=heading != "set-up")
+    speeds = {arm.name: arm.samples_per_s for arm in arms}
+    stock = max((speed for name, speed in speeds.items() if name.startswith("stock AMP") and speed), default=None)
     for arm in arms:
         table.add_row(
             arm.name,
-            f"{arm.samples_per_s:,.1f}" if arm.samples_per_s else "failed",
-            _ratio(arm.samples_per_s, fp32),
+            f"{arm.samples_per_s:,.0f}" if arm.samples_per_s else "failed",
+            _ratio(arm.samples_per_s, speeds.get("FP32")),
             _ratio(arm.samples_per_s, stock),
             f"{arm.loss_gap:+.2%}" if arm.loss_gap is not None else "-",
-            f"{arm.peak_bytes / 2**20:,.0f} MiB" if arm.peak_bytes else "-",
-            arm.speed_origin,
+            f"{arm.peak_bytes / 2**20:,.0f}" if arm.peak_bytes else "-",
             style="bold green" if arm.name == chosen else None,
         )
+    table.caption = "x AMP: against the faster stock AMP. MiB: peak memory."
+    table.caption_justify = "left"
     return table
 
 
@@ -109,3 +113,21 @@ def print_result(console: Console, result: TuneResult) -> None:
     ):
         console.print(f"  {label:<7} {path}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nReview: optuna-dashboard sqlite:///{result.study_path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def gpu_table(gpus: Sequence[Gpu]) -> Table:
+    """The GPU table with the figures predictions rest on; dense peaks, no sparsity."""
+    table = Table(title="Cards that --gpu knows (dense peaks in TFLOP/s)", title_justify="left")
+    for heading in ("name", "architecture", "capability", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16"):
+        table.add_column(heading, justify="left" if heading in ("name", "architecture") else "right")
+    for gpu in gpus:
+        peaks = (gpu.rates_flops.get(mode) for mode in ("fp32", "tf32", "fp16", "bf16"))
+        table.add_row(
+            gpu.key,
+            gpu.architecture,
+            gpu.capability,
+            f"{gpu.memory_bytes / 2**30:.0f}",
+            f"{gpu.bandwidth_bytes_per_s / 1e9:,.0f}",
+            *(f"{peak / 1e12:,.1f}" if peak else "-" for peak in peaks),
+        )
+    return table

@@ -55,7 +55,8 @@ def interleave(workload: Workload, target: Target, policies: Sequence[Policy], w
     known per arm and is 0. Samples taken while heat or power held the clocks down are dropped and counted in the note.
     """
     arms = [_Arm(policy) for policy in policies]
-    with undisturbed(target):
+    # The outermost flags undo what every arm sets, whatever order the arms end in.
+    with undisturbed(target), _own_flags(policies[0]):
         try:
             for arm in arms:
                 with _own_flags(arm.policy):

@@ -86,21 +86,24 @@ def _train(
     training: Training | None = None
     step = 0
     try:
-        training = Training(workload, target, policy, window, batches)
-        clock = StepClock(target.device)
-        for step in range(window.steps):
-            run_step(training, clock, step, window)
-            if step in _EARLY_LOOKS or step % _LOOK_EVERY_STEPS == _LOOK_EVERY_STEPS - 1:
-                failure = look_at(training)
-                if failure is not None:
-                    return training, failure
-        return training, finished(training, clock, target)
-    except AutoprecError:
+        try:
+            training = Training(workload, target, policy, window, batches)
+            clock = StepClock(target.device)
+            for step in range(window.steps):
+                run_step(training, clock, step, window)
+                if step in _EARLY_LOOKS or step % _LOOK_EVERY_STEPS == _LOOK_EVERY_STEPS - 1:
+                    failure = look_at(training)
+                    if failure is not None:
+                        return training, failure
+            return training, finished(training, clock, target)
+        except AutoprecError:
+            raise
+        except Exception as error:
+            return training, failure_of(error, policy, training.model if training else None, step)
+    except BaseException:
         if training is not None:
             training.close()
         raise
-    except Exception as error:
-        return training, failure_of(error, policy, training.model if training else None, step)
 
 
 def run_step(training: Training, clock: StepClock, step: int, window: Window) -> None:
