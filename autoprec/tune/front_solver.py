@@ -94,7 +94,7 @@ def solve_front(
     ends += [] if safest is None else [float(problem.time_s @ safest)]
     solutions = [safest]
     if len(ends) == 2 and ends[1] > ends[0]:
-        for share in np.linspace(1.0, 0.0, max(size, 2)) ** 1.5:
+        for share in np.linspace(1.0, 0.0, max(size, 2)) ** 2:
             budget = (ends[0] + (ends[1] - ends[0]) * float(share)) * (1 + 1e-4)
             solutions.append(_solve(problem, problem.harm + 1e-4 * problem.time_s, budget, limit))
     solutions.append(fastest)
@@ -233,10 +233,10 @@ def _solve(
     constraints = [problem.rows]
     if budget is not None:
         constraints.append(LinearConstraint(problem.time_s[np.newaxis, :], -np.inf, budget))
-    num_binary = len(problem.columns)
     result = milp(
         objective,
-        integrality=np.array([1] * num_binary + [0] * (len(objective) - num_binary)),
+        # Casts come out whole by themselves; declared so, HiGHS has no half-fixed problem to solve again and to report on stdout.
+        integrality=np.ones(len(objective), dtype=np.int64),
         bounds=Bounds(0, 1),
         constraints=constraints,
         options={"time_limit": time_limit_s, "mip_rel_gap": 1e-4},

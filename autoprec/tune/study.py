@@ -175,7 +175,7 @@ class _Session:
             return any(trial.user_attrs.get("role") in self._baselines for trial in waiting)
         if waiting:
             return True
-        role, params = "start", self._start(trials)
+        role, params = "start", self._start(trials) or self._bisection(trials)
         if params is None and left <= min(MAX_REFINEMENTS, trials // REFINE_SHARE):
             role, params = "refine", self._refinement()
         if params is not None:
@@ -232,6 +232,27 @@ class _Session:
         if trials < len(self._baselines) + STARTS_NEED:
             return None
         return next((p for p in self._space.starts() if not _is_tried(self._space, p, self._tried)), None)
+
+    def _bisection(self, trials: int) -> Params | None:
+        """The next plan of a bisection between fp32 and the fastest starting point, where that one is not feasible.
+
+        Harm rises along the front, so four trials tell where it becomes too much; TPE would take more to learn that.
+        """
+        outcomes = {c.policy.setup_hash(): c.outcome for c in self.candidates}
+        known = [(p, outcomes.get(self._space.to_policy(p).setup_hash())) for p in self._space.starts()]
+        ran = [(p, outcome) for p, outcome in known if outcome is not None]
+        if not ran or trials < len(self._baselines) + STARTS_NEED:
+            return None
+        start, outcome = max(ran, key=lambda item: _speed(item[1]))
+        low, high = 0, start["front_index"]
+        while not self._yardstick.feasible(outcome) and high - low > 1:
+            middle = (low + high) // 2
+            params = {**start, "front_index": middle}
+            sha = self._space.to_policy(params).setup_hash()
+            if sha not in outcomes:
+                return None if _is_tried(self._space, params, self._tried) else params
+            low, high = (middle, high) if self._yardstick.feasible(outcomes[sha]) else (low, middle)
+        return None
 
     def _refinement(self) -> Params | None:
         """The first untried neighbour of the best candidate that lies in the space."""

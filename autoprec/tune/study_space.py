@@ -96,7 +96,7 @@ class StudySpace:
         cuda: bool,
         capability: str | None = None,
         device_name: str | None = None,
-        front_size: int = 12,
+        front_size: int = 14,
     ) -> StudySpace:
         """Binds a search space to a model and a target; solves the assignment fronts.
 

@@ -150,3 +150,18 @@ def test_a_model_of_2000_layers_solves_in_seconds_and_its_worst_layer_stays_sing
     lifted = [name for name in names if front[-1].precisions[name] == "fp32"]
     assert lifted == [names[1234]]
     assert all(same_dtype(front[-1].precisions[name], "fp16") for name in names if name != names[1234])
+
+
+def test_solving_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    for seed in range(3):
+        names = [f"l{i:02d}" for i in range(40)]
+        look = look_of([layer(name) for name in names])
+        items = [
+            layer_profile(
+                n, fp32_s=1e-3 * (1 + (i * 7 + seed) % 11), half=0.3 + 0.06 * ((i * 5 + seed) % 11), harm=10.0 ** -(i % 6)
+            )
+            for i, n in enumerate(names)
+        ]
+        profile = Profile.model_validate(profile_of(items).model_dump() | {"cast_s_per_byte": 1e-8})
+        assert len(solve_front(look, profile, _allowed(look))) > 1
+    assert capfd.readouterr() == ("", "")

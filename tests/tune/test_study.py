@@ -81,6 +81,20 @@ def test_the_search_finds_the_fast_corner_within_thirty_trials() -> None:
         assert max(speeds) >= 0.98 * 64 / best_known
 
 
+def test_where_the_fastest_plan_harms_a_bisection_finds_the_last_one_that_does_not() -> None:
+    names = [f"l{i:02d}" for i in range(16)]
+    look = look_of([layer(name) for name in names], micro_batches=(64,))
+    profile = profile_of([layer_profile(n, fp32_s=1e-3 * (1 + i % 3), harm=1e-3 * (1 + i % 5)) for i, n in enumerate(names)])
+    space = bound(look, profile, precisions=("fp32", "fp16"), cuda=False)
+    baselines = baseline_policies(look, ("fp32", "fp16"), cuda=False)
+    candidates = run_study(space, fake_evaluate(look, profile), YARDSTICK, window=WINDOW, baselines=baselines, trials=14)
+    started = [c for c in candidates if c.role == "start"]
+    passing = [plan.time_s for plan in space.plans["fp16"] if plan.harm <= YARDSTICK.limit]
+    assert 3 <= len(started) <= 5
+    best = max(c.outcome.samples_per_s for c in started if YARDSTICK.feasible(c.outcome))  # type: ignore[union-attr]
+    assert best == pytest.approx(64 / min(passing))
+
+
 def test_a_small_space_ends_when_every_policy_was_tried() -> None:
     look = look_of([layer("a")], micro_batches=(64,))
     profile = profile_of([layer_profile("a")])
@@ -241,6 +255,7 @@ def test_a_killed_process_leaves_a_trial_that_is_marked_failed_and_tried_once_mo
     assert len(finished_trials(study)) == 20 and len(candidates) == 11
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
 def test_a_running_trial_of_a_live_process_is_left_alone(tmp_path: Path) -> None:
     study = open_study(_url(tmp_path))
     study.enqueue_trial({}, user_attrs={"role": "search", "process": f"{os.uname().nodename}:{os.getppid()}"})
