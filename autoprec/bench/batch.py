@@ -59,24 +59,31 @@ def why_unsplittable(batch: Any) -> str:
 
 def _other_data(value: Any) -> Iterator[str]:
     """Types of what lies in a batch besides tensors and single values, and so may belong to the samples one by one."""
-    if isinstance(value, PackedSequence):
-        yield "PackedSequence"
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_nested:
             yield "sparse or nested tensor"
-    elif isinstance(value, (list, tuple)):
-        if value and not any(isinstance(item, Tensor) for item in value) and all(isinstance(i, (str, int, float)) for i in value):
-            yield f"{type(value).__name__} of {type(value[0]).__name__}"
-        for item in value:
+        return
+    items = _items_of(value)
+    if items is not None:
+        if isinstance(value, (list, tuple)) and items and all(isinstance(item, (str, int, float)) for item in items):
+            yield f"{type(value).__name__} of {type(items[0]).__name__}"
+        for item in items:
             yield from _other_data(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _other_data(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _other_data(getattr(value, field.name))
-    elif value is not None and not isinstance(value, (str, int, float, bool, torch.dtype, torch.device)):
+    elif value is not None and not isinstance(value, (str, int, float, torch.dtype, torch.device)):
         yield type(value).__name__
+
+
+def _items_of(value: Any) -> list[Any] | None:
+    """What a container holds; None for anything else. A packed sequence has its samples interleaved and counts as no container."""
+    if isinstance(value, PackedSequence):
+        return None
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return None
 
 
 def split_batch(batch: Any, micro: int) -> list[Any]:

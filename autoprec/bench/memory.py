@@ -24,5 +24,4 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory() -> None:
     """Hands unused memory back. Call it outside the ``except`` block: inside, the traceback still holds the tensors."""
     gc.collect()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing where CUDA has not been started

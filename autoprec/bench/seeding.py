@@ -24,7 +24,8 @@ class RandomState:
     @classmethod
     def now(cls) -> RandomState:
         """The current state. CUDA's is read only where CUDA has been started."""
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()
+        started = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+        cuda = tuple(torch.cuda.get_rng_state_all()) if started else ()
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
     def restore(self) -> None:

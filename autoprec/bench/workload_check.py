@@ -64,7 +64,7 @@ def take_batches(workload: Workload, seed: int, needed: int) -> list[Any]:
         WorkloadError: fewer came.
     """
     stream = call_user("batches()", workload.batches, workload.batch_size, seed, hint=_DATA_HINT)
-    taken = call_user("batches()", lambda: list(itertools.islice(stream, needed)), hint=_DATA_HINT)
+    taken: list[Any] = call_user("batches()", lambda: list(itertools.islice(stream, needed)), hint=_DATA_HINT)
     if len(taken) < needed:
         raise WorkloadError(
             f"batches({workload.batch_size}, seed={seed}) ended after {len(taken)} batches; {needed} are needed.",
