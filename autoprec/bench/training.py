@@ -63,7 +63,7 @@ class Training:
     def step(self, parts: list[Any]) -> None:
         """One optimizer step over prepared micro-batches; waits for nothing."""
         if self._needs_closure:
-            self._optimizer.step(lambda: self._backward(parts, clear=True))
+            self._optimizer.step(lambda: self._backward(parts, clear=True))  # type: ignore[arg-type,return-value]
             self.losses.append(self._last_loss)
             return
         loss = self._backward(parts)

@@ -141,7 +141,7 @@ def _bench(workload: Any, target: Target, folder: Path) -> Iterator[Measuring]:
     if not isinstance(workload, str | Path):
         yield Bench(workload, target)
         return
-    bench = IsolatedBench(str(workload), target, log_path=folder / "worker.log")
+    bench = IsolatedBench(str(workload), target, make=Bench, log_path=folder / "worker.log")
     try:
         yield bench
     finally:
