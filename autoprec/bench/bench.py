@@ -68,5 +68,8 @@ class Bench:
         return self._starts[seed]
 
     def _speed(self) -> RooflineSpeed | None:
-        """Predicts times for a card that is not here; a measured CPU needs its memory predicted, CUDA nothing."""
-        return RooflineSpeed(self._traced()[1], self._target.gpu) if self._target.device == "cpu" or self._target.gpu else None
+        """Predicts times for a card that is not here, and memory on a CPU; CUDA measures both."""
+        if self._target.gpu is None and self._target.device != "cpu":
+            return None
+        seen, trace = self._traced()
+        return RooflineSpeed(trace, self._target.gpu, seen)

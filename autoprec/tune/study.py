@@ -103,7 +103,7 @@ def run_study(
 
 def open_study(storage: str | None, *, study_name: str = STUDY_NAME, lock_timeout_s: float = LOCK_TIMEOUT_S) -> Study:
     """Opens or creates the study: throughput up, divergence down, both named."""
-    with warnings.catch_warnings():
+    with _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)  # heartbeats and metric names work in Optuna 5 as they are used here
         study = optuna.create_study(
             storage=_backend(storage, lock_timeout_s),
