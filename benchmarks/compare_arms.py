@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from comparison_arms import Arm, Setup, Training, build_training
-from comparison_table import DEVICE_BATCHES, FP32, STOCK_AMP, finite, print_table, summary
+from comparison_arms import DEVICE_BATCHES, Arm, Setup, Training, build_training
+from comparison_table import FP32, STOCK_AMP, finite, print_table, summary
 
 import autoprec
 from autoprec.bench.batch import batch_bytes, batch_length, split_batch, to_device, why_unsplittable
@@ -181,7 +181,11 @@ def check_policy(workload: Workload, path: str, policy: Policy) -> None:
     with untouched_random_state(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run itself shows them
         try:
-            autoprec.apply_policy(build_checked(workload), policy).remove()
+            applied = autoprec.apply_policy(build_checked(workload), policy)
+            try:
+                applied.grad_scaler()
+            finally:
+                applied.remove()
         except UserError as error:
             raise type(error)(f"{path}: {error.message}", hint=error.hint) from None
 

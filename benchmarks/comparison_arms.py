@@ -21,6 +21,9 @@ from autoprec.policy import Backend, Policy
 from autoprec.runtime.backend import set_flags
 from autoprec.runtime.scaler import needs_closure
 
+# Batches kept on the device and used in turn. Own choice: enough that the loss shows training and not one batch learnt by heart.
+DEVICE_BATCHES = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
@@ -194,14 +197,16 @@ class Arm:
         if self.failure:
             return
         with self.setup.flags(), warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("default")
+            warnings.simplefilter("ignore")
+            for kind in (UserWarning, RuntimeWarning):  # not the deprecations inside torch
+                warnings.simplefilter("default", kind)
             try:
                 action()
             except UserError:
                 raise
             except Exception as error:
-                kind = "out of memory: " if is_out_of_memory(error) else ""
-                self.failure = f"{kind}{type(error).__name__}: {first_line(error)}"
+                memory = "out of memory: " if is_out_of_memory(error) else ""
+                self.failure = f"{memory}{type(error).__name__}: {first_line(error)}"
         texts = [first_line(warning.message) for warning in seen]
         self.notes += [text for text in dict.fromkeys(texts) if text not in self.notes]
         if self.failure:

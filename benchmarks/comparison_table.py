@@ -8,12 +8,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from comparison_arms import Arm
+from comparison_arms import DEVICE_BATCHES, Arm
 
 from autoprec.tune.verdict import speed_ratio
 
-# Batches kept on the device and used in turn. Own choice: enough that the loss shows training and not one batch learnt by heart.
-DEVICE_BATCHES = 4
 STOCK_AMP, FP32 = "amp_fp16", "fp32"
 
 
@@ -61,6 +59,8 @@ def print_table(rows: Mapping[str, Mapping[str, Any]]) -> None:
         print("  ".join([line[0].ljust(widths[0]), *padded[1:]]))
     for row in rows.values():
         remarks = [f"FAILED: {row['failure']}"] if row["failure"] else []
+        if not all(math.isfinite(loss) for loss in row.get("losses", ())):
+            remarks.append("the loss became NaN or infinite, so its speed is worth nothing")
         if row.get("blocks_with_skipped_steps"):
             remarks.append(f"{row['blocks_with_skipped_steps']} timed blocks hold skipped steps, which are faster than real ones")
         if row.get("throttled_blocks"):

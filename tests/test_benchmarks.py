@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import math
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.bench.workload import load_workload
-from autoprec.policy import Batch, Fingerprint, LayerSetting, LossScale, Policy, save_policy
+from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, LossScale, Policy, save_policy
 from autoprec.runtime import PolicyScaler, layer_signature, named_layers
 
 ROOT = Path(__file__).parent.parent
@@ -51,9 +52,9 @@ def write_policy(tmp_path: Path) -> Callable[..., str]:
     return write
 
 
-def run(compare: Any, out: Path, *policies: str, more: tuple[str, ...] = ()) -> dict[str, Any]:
+def run(compare: Any, out: Path, *policies: str, more: tuple[str, ...] = (), model: str = MODEL) -> dict[str, Any]:
     named = [word for path in policies for word in ("--policy", path)]
-    assert compare.main([MODEL, *named, "--quick", "--device", "cpu", "--out", str(out), *more]) == 0
+    assert compare.main([model, *named, "--quick", "--device", "cpu", "--out", str(out), *more]) == 0
     return json.loads((out / "compare.json").read_text())
 
 
@@ -98,6 +99,53 @@ def test_fp32_and_an_all_fp32_policy_train_like_a_loop_by_hand(compare, write_po
     assert data["arms"]["amp_bf16"]["losses"] != expected
     assert data["arms"]["fp32"]["first_loss"] == pytest.approx(statistics.fmean(expected[:4]))
     assert data["arms"]["fp32"]["last_loss"] == pytest.approx(statistics.fmean(expected[-4:]))
+
+
+def test_gradients_are_clipped_in_every_arm(compare, write_policy, tmp_path):
+    sgd = "def build_optimizer(model):\n    return torch.optim.SGD(model.parameters(), lr=0.05)\n"
+    left: dict[str, dict[str, float]] = {}
+    for clip in ("None", "0.01"):
+        model = tmp_path / "clipped.py"
+        model.write_text(Path(MODEL).read_text() + f"\n\n{sgd}\n\nGRAD_CLIP = {clip}\n")
+        arms = run(compare, tmp_path / clip, write_policy(default="fp16"), model=str(model))["arms"]
+        left[clip] = {key: arm["last_loss"] / arm["first_loss"] for key, arm in arms.items()}
+    assert list(left["None"]) == [*STOCK, "tuned_1"]
+    # Ten steps of at most 0.05 x 0.01 hardly move the weights; unclipped gradients of norm 1 to 10 do.
+    assert all(share > 0.97 for share in left["0.01"].values()), left
+    assert all(share < 0.9 for share in left["None"].values()), left
+
+
+def test_only_arms_with_a_channels_last_policy_get_channels_last_batches(compare, write_policy):
+    setups = [compare.Setup("fp32", "FP32"), compare.Setup("tuned_1", "tuned", policy=channels_last_policy())]
+    options = argparse.Namespace(seed=0, device="cpu")
+    workload = load_workload(Images())
+    plain, tuned = compare.place_batches(workload, setups, 4, options)
+    for one, other in zip(plain.parts, tuned.parts, strict=True):
+        assert one[0][0].is_contiguous()
+        assert [part[0].shape[0] for part in other] == [2, 2]
+        assert all(part[0].is_contiguous(memory_format=torch.channels_last) for part in other)
+        assert torch.equal(torch.cat([part[0] for part in other]), one[0][0])
+
+
+class Images:
+    BATCH_SIZE = 4
+
+    def build_model(self) -> nn.Module:
+        return nn.Conv2d(3, 2, 3)
+
+    def batches(self, batch_size: int, seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield torch.randn(batch_size, 3, 8, 8, generator=generator), torch.zeros(batch_size, 6, 6, dtype=torch.long)
+
+
+def channels_last_policy() -> Policy:
+    return Policy(
+        default="fp32",
+        batch=Batch(effective=4, micro=2, accumulation_steps=2),
+        backend=Backend(channels_last=True),
+        fingerprint=fingerprint(),
+    )
 
 
 def test_micro_batches_add_up_to_the_same_losses(compare, write_policy, tmp_path):
