@@ -74,7 +74,7 @@ def _other_data(value: Any) -> Iterator[str]:
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """What a container holds; None for anything else. A packed sequence has its samples interleaved and counts as no container."""
+    """What a container holds; None for anything else, and for a packed sequence, whose samples are interleaved."""
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, (list, tuple)):

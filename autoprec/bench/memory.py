@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import gc
 import re
+import sys
 
 import torch
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
 
 # Texts of libraries that report a lack of memory without a type of its own.
 # Source: cuBLAS and cuDNN status names; torch's DefaultCPUAllocator.
@@ -25,3 +31,11 @@ def free_memory() -> None:
     """Hands unused memory back. Call it outside the ``except`` block: inside, the traceback still holds the tensors."""
     gc.collect()
     torch.cuda.empty_cache()  # does nothing where CUDA has not been started
+
+
+def process_peak_bytes() -> int:
+    """The most memory this process ever had, in bytes; 0 where the system does not tell."""
+    if resource is None:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
