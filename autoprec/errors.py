@@ -72,7 +72,7 @@ class WorkerError(AutoprecError):
     """The process that runs windows could not be started or answered nonsense."""
 
 
-def suggest(word: str, known: Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
     """Returns ``" Did you mean 'x'?"`` for the nearest known word, or an empty string when nothing is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
     return f" Did you mean '{near[0]}'?" if near else ""

@@ -1,0 +1,41 @@
+"""Out of memory: told by type where torch has one, and freed afterwards."""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+
+import torch
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+# Texts of libraries that report a lack of memory without a type of its own.
+# Source: cuBLAS and cuDNN status names; torch's DefaultCPUAllocator.
+_TEXTS = re.compile(
+    r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STATUS_ALLOC_FAILED|can't allocate memory|not enough memory", re.IGNORECASE
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception means that memory ran out, on the device or the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and bool(_TEXTS.search(str(error)))
+
+
+def free_memory() -> None:
+    """Hands unused memory back. Call it outside the ``except`` block: inside, the traceback still holds the tensors."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing where CUDA has not been started
+
+
+def process_peak_bytes() -> int:
+    """The most memory this process ever had, in bytes; 0 where the system does not tell."""
+    if resource is None:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

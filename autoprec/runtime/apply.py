@@ -1,0 +1,212 @@
+"""``apply_policy``: a policy put onto a model in place, and the handle that goes around the training loop."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.errors import PolicyError
+from autoprec.policy import Policy, Precision
+from autoprec.runtime.backend import Undo, set_channels_last, set_flags
+from autoprec.runtime.compiled import compiled_model
+from autoprec.runtime.islands import HALF_DTYPES, Island, device_type_of, is_swapped, remove_islands, swap
+from autoprec.runtime.layers import aliases, compare_layers, mismatch_error, named_layers, own_shapes, unwrap
+from autoprec.runtime.padding import check_paddable
+from autoprec.runtime.scaler import PolicyScaler, check_scalable
+
+_FUSED_KINDS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
+
+
+class AppliedPolicy:
+    """A policy in effect on a model: what a training loop needs, and ``remove()`` to undo it.
+
+    Attributes:
+        policy: the policy.
+        model: the model it was applied to, the same object.
+    """
+
+    def __init__(self, policy: Policy, model: nn.Module, undos: list[Undo]) -> None:
+        self.policy = policy
+        self.model = model
+        self._undos = undos
+        self._scaler: PolicyScaler | None = None
+
+    @property
+    def device_type(self) -> str:
+        """Where the model's parameters are now: ``cuda``, ``cpu`` and so on."""
+        return device_type_of(unwrap(self.model))
+
+    def autocast(self, *, cache_enabled: bool | None = None) -> contextlib.AbstractContextManager[Any]:
+        """A fresh ambient autocast of the policy's default precision, for the forward pass and the loss.
+
+        It spans forward and loss so that each weight is cast once a step. With an fp32 default it does nothing.
+
+        Args:
+            cache_enabled: False turns autocast's weight cache off, which selective activation checkpointing needs.
+        """
+        dtype = HALF_DTYPES.get(self.policy.default)
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device_type, dtype=dtype, cache_enabled=cache_enabled)
+
+    def grad_scaler(self) -> PolicyScaler:
+        """A new ``torch.amp.GradScaler`` with the policy's numbers, disabled where no layer is fp16.
+
+        Raises:
+            PolicyError: scaling is needed and a trainable parameter is half or complex.
+        """
+        enabled = self.policy.needs_loss_scale
+        if enabled:
+            check_scalable(unwrap(self.model).named_parameters())
+        self._scaler = PolicyScaler(self.device_type, self.policy.loss_scale, enabled=enabled)
+        return self._scaler
+
+    def compiled(self, model: nn.Module | None = None) -> Callable[..., Any]:
+        """The model to call in training: itself, or compiled as the policy's execution says.
+
+        Args:
+            model: the model in its wrapper, where it was wrapped (DDP) after the policy was applied.
+        """
+        return compiled_model(model if model is not None else self.model, self.policy.execution)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the scaler skipped the last step, asked after ``scaler.update()``; for learning-rate schedulers.
+
+        Free for ordinary optimizers; with a fused one, reading it waits for the GPU.
+        """
+        return self._scaler is not None and self._scaler.step_was_skipped
+
+    def remove(self) -> None:
+        """Undoes everything: classes, memory layout and process-wide flags are as before. A second call does nothing."""
+        while self._undos:
+            self._undos.pop()()
+
+
+def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> AppliedPolicy:
+    """Applies a policy to a model, in place.
+
+    Classes of single module instances are swapped and process-wide flags set; parameters, buffers, keys and hooks stay. Apply
+    after loading weights and converting SyncBatchNorm, and before EMA copies, DDP, FSDP2 and ``torch.compile``.
+
+    Args:
+        model: the model, possibly wrapped.
+        policy: what to apply.
+        strict: False applies what matches and warns about the rest, as long as something matches.
+
+    Raises:
+        PolicyMismatch: the model's layers are not those the policy was made for.
+        PolicyError: a policy is already applied, a padded layer cannot be padded, or a module is lazy.
+    """
+    root = unwrap(model)
+    if any(is_swapped(module) for module in root.modules()):
+        raise PolicyError(
+            f"A policy is already applied to this {type(root).__name__}.", hint="Call remove() on its handle first."
+        )
+    names = _matched_names(model, policy, strict=strict)
+    _warn_about_environment(policy, root)
+    islands = _plan(root, policy, names)
+    undos: list[Undo] = [set_flags(policy.backend)]
+    if policy.backend.channels_last:
+        undos.append(set_channels_last(root))
+    for module, island in islands:
+        swap(module, island)
+    undos.append(lambda: remove_islands(root))
+    return AppliedPolicy(policy, model, undos)
+
+
+def _matched_names(model: nn.Module, policy: Policy, *, strict: bool) -> dict[str, str]:
+    """First name of every name in the policy's layers that the model has."""
+    difference = compare_layers(model, policy.fingerprint)
+    if not difference.matched or (difference and strict):
+        raise mismatch_error(model, difference)
+    if difference:
+        warnings.warn(
+            f"The policy was made for another list of layers; what matches is applied.\n{difference.text(named_layers(model))}",
+            stacklevel=3,
+        )
+    names = aliases(model)
+    return {name: names[name] for name in policy.fingerprint.layers if name in names}
+
+
+def _warn_about_environment(policy: Policy, root: nn.Module) -> None:
+    made_for = policy.fingerprint
+    here = torch.cuda.get_device_name() if device_type_of(root) == "cuda" else None
+    if here is not None and here != made_for.device:
+        warnings.warn(f"The policy was tuned on {made_for.device}; this is {here}. Tune again for the best speed.", stacklevel=4)
+    if _release(made_for.torch_version) != _release(torch.__version__):
+        warnings.warn(f"The policy was tuned with torch {made_for.torch_version}; this is {torch.__version__}.", stacklevel=4)
+
+
+def _release(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[nn.Module, Island]]:
+    """The modules to swap and what each becomes. The root is first; members of pure islands follow their boundary."""
+    named = named_layers(root)
+    settings = {names[name]: setting.precision for name, setting in policy.layers.items() if name in names}
+    multiples = {names[name]: multiple for name, multiple in policy.padding.layers.items() if name in names}
+    for name in multiples:
+        check_paddable(name, named[name])
+    idle = {name for alias, name in aliases(root).items() if alias in policy.fingerprint.idle}
+    main = _main_dtype(policy)
+    slow = _slow_paths(named, policy.default, settings)
+    plan = []
+    for name, module in named.items():
+        island = _island(name, module, policy.default, settings, idle=name in idle)
+        precision = island.precision
+        island = Island(
+            precision=precision,
+            outside=island.outside,
+            member=island.member,
+            cached=precision is None or HALF_DTYPES.get(precision) in (None, main),
+            multiple=multiples.get(name, 0),
+            slow_path=name in slow,
+        )
+        if island != Island(outside=island.outside):
+            plan.append((module, island))
+    return plan
+
+
+def _island(name: str, module: nn.Module, default: Precision, settings: dict[str, Precision], *, idle: bool) -> Island:
+    if not name:
+        return Island(precision=default)
+    outside = _inherited(name.rpartition(".")[0], default, settings)
+    if name in settings:
+        # The same as around it needs no boundary of its own.
+        same = settings[name] == outside and not outside.endswith("_pure")
+        return Island(precision=None if same else settings[name], outside=outside)
+    # Below a pure boundary each module casts its own parameters, so that checkpointing recomputes it alike.
+    computed = torch.nn.utils.parametrize.is_parametrized(module)
+    if outside.endswith("_pure") and "parametrizations" not in name.split(".") and own_shapes(module) and (computed or not idle):
+        return Island(precision=outside, outside=outside, member=True)
+    return Island(outside=outside)
+
+
+def _inherited(name: str, default: Precision, settings: dict[str, Precision]) -> Precision:
+    while name:
+        if name in settings:
+            return settings[name]
+        name = name.rpartition(".")[0]
+    return default
+
+
+def _main_dtype(policy: Policy) -> torch.dtype:
+    """The half type whose weight casts may be cached; the cache is keyed by the weight alone and cannot serve two."""
+    return HALF_DTYPES.get(policy.default, torch.float16 if policy.needs_loss_scale else torch.bfloat16)
+
+
+def _slow_paths(named: dict[str, nn.Module], default: Precision, settings: dict[str, Precision]) -> set[str]:
+    """Encoders that hold anything but plain fp32: their fused inference path would skip the policy."""
+    low = {name for name in named if _inherited(name, default, settings) != "fp32"}
+    return {
+        name
+        for name, module in named.items()
+        if isinstance(module, _FUSED_KINDS) and any(other == name or other.startswith(f"{name}.") for other in low)
+    }
