@@ -27,12 +27,14 @@ class PlannedOp:
     Attributes:
         dtype: what it computes in and answers in.
         casts: elements of each cast made for it in the forward pass; the backward pass casts as many gradients back.
-        cast_bytes: bytes those forward casts read and write.
+        cast_bytes: bytes those forward casts read and write for tensors that grow with the batch.
+        weight_cast_bytes: the same for tensors that do not.
     """
 
     dtype: Dtype
     casts: int = 0
     cast_bytes: int = 0
+    weight_cast_bytes: int = 0
 
 
 @dataclass
@@ -91,7 +93,7 @@ def _widest(floats: list[Value], state: _State) -> Dtype:
 
 
 def _with_casts(op: Op, precision: Precision, dtype: Dtype, floats: list[Value], state: _State) -> PlannedOp:
-    casts = moved = 0
+    casts = moved = fixed = 0
     island = precision == "fp32" or precision.endswith("_pure")
     for value in floats:
         source = state.of(value)
@@ -105,5 +107,6 @@ def _with_casts(op: Op, precision: Precision, dtype: Dtype, floats: list[Value],
         if cached:
             state.cast_done.add(key)
         casts += 1
-        moved += value.elements * (BYTES[source] + BYTES[dtype])
-    return PlannedOp(dtype, casts, moved)
+        size = value.elements * (BYTES[source] + BYTES[dtype])
+        moved, fixed = (moved + size, fixed) if value.batched else (moved, fixed + size)
+    return PlannedOp(dtype, casts, moved, fixed)

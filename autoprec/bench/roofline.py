@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from autoprec.bench.attribution import LOSS
 from autoprec.bench.dtype_plan import BYTES, Dtype, PlannedOp, plan_dtypes
@@ -16,31 +17,31 @@ from autoprec.bench.optrace import Op, OpTrace, Value
 from autoprec.policy import Backend, Policy, Precision
 from autoprec.records import Look
 
-MATMUL_EFFICIENCY = 0.55
-"""Share of the dense peak that large matmuls reach.
+TENSOR_EFFICIENCY = 0.85
+"""Share of a small card's dense tensor-core peak that a large matmul reaches. Assumption; GEMM benchmarks of GeForce cards."""
 
-Source: DESIGN section 7, MLP 1023-8191-8191-10 padded to x8 in fp16 on an H200: 3.7e12 floating-point operations in 8.4 ms are 0.44
-of the peak with casts, activations and the optimizer included.
+MATMUL_CEILING_FLOPS = 1.5e15
+CONV_CEILING_FLOPS = 0.6e15
+"""What feeding the tensor cores costs: 1/rate = 1/(efficiency x peak) + 1/ceiling, so that the largest cards reach a smaller share.
+
+Source: DESIGN section 7 on an H200 (989e12 peak). MLP 1023-8191-8191-10 padded in fp16: 3.7e12 operations in 8.4 ms, all other work
+included, are 0.44 of the peak. ResNet-50 in fp16 channels_last: 3.15e12 in 23 ms of which about 10 ms are norms and activations.
 """
 
 FP32_EFFICIENCY = 0.8
-"""The same on plain float32 units. Source: DESIGN section 7, the same MLP in fp32: 72.3 ms are 0.76 of the peak."""
+"""Share of the plain float32 peak that matmuls reach. Source: DESIGN section 7, the same MLP in fp32: 72.3 ms are 0.76 of the peak."""
 
-CONV_EFFICIENCY = 0.35
-"""Share of the dense tensor-core peak that convolutions reach.
-
-Source: DESIGN section 7, ResNet-50 in fp16 channels_last on an H200: 3.15e12 operations in 23 ms, of which about 10 ms are the
-memory traffic of norms and activations, are 0.25 of the peak; graphs that hide launches reach 19 ms (0.35).
-"""
+FP32_CONV_EFFICIENCY = 0.45
+"""The same for convolutions. Source: DESIGN section 7, ResNet-50 in fp32: 126.8 ms with about 20 ms of norms and activations."""
 
 BANDWIDTH_EFFICIENCY = 0.75
 """Share of the datasheet's bandwidth that elementwise and norm kernels reach. Assumption; stream benchmarks reach 0.8 to 0.9."""
 
-TRANSPOSE_EFFICIENCY = 0.3
-"""Share of the bandwidth that a layout conversion reaches.
+NCHW_SLOWDOWN = 2.3
+"""How much longer the arithmetic of a tensor-core convolution takes on NCHW tensors, besides converting its operands to NHWC.
 
-Source: DESIGN section 7, ResNet-50 on an H200: NCHW costs 20 ms over NHWC in fp16 (43.0 against 23.0 ms) for inputs and outputs of all
-convolutions converted forward and backward, about 30 GB read and written.
+Source: DESIGN section 7, ResNet-50 on an H200: 43.0 ms in fp16 NCHW against 23.0 ms in NHWC. Converting inputs and outputs of all
+convolutions at full bandwidth explains 8 of these 20 ms; the same factor gives 65 ms for TF32, measured 59.9 ms.
 """
 
 ODD_SIZE_PENALTY = 4.0
@@ -87,6 +88,9 @@ GRAPH_LAUNCH_S = 50e-6
 """Host time of replaying a CUDA graph. Assumption."""
 
 
+Mode = Literal["fp32", "tf32", "fp16", "bf16", "fp16_accumulate_fp16"]
+
+
 @dataclass(frozen=True)
 class Setting:
     """What besides precision changes an operation's time."""
@@ -120,12 +124,12 @@ class _Pricer:
         fused = self._setting.compiled and op.kind in ("elementwise", "reduction", "norm", "copy", "gather")
         moved = sum(self._bytes(value, planned.dtype) for value in (*op.inputs, *op.outputs))
         memory_s = self._memory_s(moved) * (FUSED_SHARE if fused else 1.0)
-        arithmetic_s = self._arithmetic_s(op, planned.dtype)
-        device_s = max(memory_s, arithmetic_s, 0.0 if fused else KERNEL_S) + self._layout_s(op, planned.dtype)
+        compute_s = self._compute_s(op, planned.dtype) if op.flops else self._norm_layout_s(op, planned.dtype)
+        device_s = max(memory_s, compute_s, 0.0 if fused else KERNEL_S)
         device_s += self._padding_s(op, planned.dtype)
         cast_share = FUSED_SHARE if self._setting.compiled else 1.0
         casts = 2 * planned.casts
-        cast_s = max(self._memory_s(2 * planned.cast_bytes * self._scale), casts * KERNEL_S) * cast_share
+        cast_s = max(self._memory_s(2 * (planned.cast_bytes * self._scale + planned.weight_cast_bytes)), casts * KERNEL_S) * cast_share
         launches = 1 + casts
         return OpCost(device_s + cast_s, launches * HOST_OP_S * (FUSED_SHARE if fused else 1.0), launches)
 
@@ -136,36 +140,35 @@ class _Pricer:
     def _memory_s(self, moved: float) -> float:
         return moved / (self._gpu.bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY)
 
-    def _arithmetic_s(self, op: Op, dtype: Dtype) -> float:
-        if not op.flops:
-            return 0.0
-        tensor_cores = dtype != "fp32" or self._setting.backend.tf32
-        efficiency = CONV_EFFICIENCY if op.kind == "conv" and tensor_cores else MATMUL_EFFICIENCY
-        rate = self._rate(op, dtype) * (efficiency if tensor_cores else FP32_EFFICIENCY)
-        odd = tensor_cores and self._is_odd(op) and not self._setting.compiled and op.layer not in self._setting.padded
-        return op.flops * self._scale / rate * (ODD_SIZE_PENALTY if odd else 1.0)
+    def _compute_s(self, op: Op, dtype: Dtype) -> float:
+        """Arithmetic and layout conversion; a library takes the plain float32 units where TF32 would be slower."""
+        if dtype != "fp32":
+            return self._tensor_core_s(op, dtype)
+        plain = op.flops * self._scale / (self._gpu.fp32_flops * (FP32_CONV_EFFICIENCY if op.kind == "conv" else FP32_EFFICIENCY))
+        return min(plain, self._tensor_core_s(op, "tf32")) if self._setting.backend.tf32 else plain
 
-    def _rate(self, op: Op, dtype: Dtype) -> float:
-        backend = self._setting.backend
-        if dtype == "fp32":
-            return peak_flops(self._gpu, "tf32" if backend.tf32 else "fp32")
-        if dtype == "fp16" and backend.fp16_accumulation and op.kind == "matmul":
-            return peak_flops(self._gpu, "fp16_accumulate_fp16")
-        return peak_flops(self._gpu, dtype)
+    def _tensor_core_s(self, op: Op, mode: Mode) -> float:
+        if mode == "fp16" and self._setting.backend.fp16_accumulation and op.kind == "matmul":
+            mode = "fp16_accumulate_fp16"
+        ceiling = CONV_CEILING_FLOPS if op.kind == "conv" else MATMUL_CEILING_FLOPS
+        rate = 1 / (1 / (peak_flops(self._gpu, mode) * TENSOR_EFFICIENCY) + 1 / ceiling)
+        odd = op.layer in self._odd and not self._setting.compiled and op.layer not in self._setting.padded
+        layout_s = 0.0
+        if op.kind == "conv" and not self._setting.backend.channels_last and not self._setting.compiled:
+            layout_s = self._transpose_s(op, "fp32" if mode == "tf32" else "fp16")
+            rate /= NCHW_SLOWDOWN
+        return op.flops * self._scale / rate * (ODD_SIZE_PENALTY if odd else 1.0) + layout_s
 
-    def _is_odd(self, op: Op) -> bool:
-        return op.layer in self._odd and op.kind in ("matmul", "conv", "attention")
-
-    def _layout_s(self, op: Op, dtype: Dtype) -> float:
-        """Tensor cores convolve in NHWC, so an NCHW convolution converts its operands; GroupNorm is the other way round."""
+    def _transpose_s(self, op: Op, dtype: Dtype) -> float:
+        """Every image-shaped operand read and written once."""
         images = [value for value in (*op.inputs, *op.outputs) if len(value.shape) >= 4 and value.batched]
-        tensor_cores = dtype != "fp32" or self._setting.backend.tf32
-        converts = op.kind == "conv" and tensor_cores and not self._setting.backend.channels_last
-        converts |= self._setting.backend.channels_last and ("group_norm" in op.name or "instance_norm" in op.name)
-        if not converts or self._setting.compiled:
-            return 0.0
-        moved = 2 * sum(self._bytes(value, dtype) for value in images)
-        return moved / (self._gpu.bandwidth_bytes_per_s * TRANSPOSE_EFFICIENCY)
+        return self._memory_s(2 * sum(self._bytes(value, dtype) for value in images))
+
+    def _norm_layout_s(self, op: Op, dtype: Dtype) -> float:
+        """GroupNorm and InstanceNorm have NCHW kernels only. Source: DESIGN section 7, channels_last is 1.4x slower on the UNet."""
+        nchw_only = "group_norm" in op.name or "instance_norm" in op.name
+        converts = self._setting.backend.channels_last and not self._setting.compiled and nchw_only
+        return self._transpose_s(op, dtype) if converts else 0.0
 
     def _padding_s(self, op: Op, dtype: Dtype) -> float:
         """Padding on the fly writes the padded operands once and slices the result."""
@@ -174,9 +177,19 @@ class _Pricer:
         return self._memory_s(2 * sum(self._bytes(value, dtype) for value in (*op.inputs, *op.outputs)))
 
 
-def peak_flops(gpu: Gpu, mode: str) -> float:
-    """Dense floating-point operations per second in ``fp32``, ``tf32``, ``fp16``, ``bf16`` or ``fp16_accumulate_fp16``."""
-    raise NotImplementedError
+def peak_flops(gpu: Gpu, mode: Mode) -> float:
+    """Dense floating-point operations per second in ``fp32``, ``tf32``, ``fp16``, ``bf16`` or ``fp16_accumulate_fp16``.
+
+    A mode the card lacks runs at the float32 rate; fp16 accumulation where it brings nothing, at the fp16 rate.
+    """
+    rates = {
+        "fp32": gpu.fp32_flops,
+        "tf32": gpu.tf32_flops,
+        "fp16": gpu.fp16_flops,
+        "bf16": gpu.bf16_flops,
+        "fp16_accumulate_fp16": gpu.fp16_accumulate_fp16_flops or gpu.fp16_flops,
+    }
+    return rates[mode] or gpu.fp32_flops
 
 
 def _odd_layers(trace: OpTrace) -> frozenset[str]:

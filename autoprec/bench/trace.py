@@ -106,10 +106,12 @@ class OpRecorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         backward = self.in_backward or node is not None
         name = base_name(func)
+        # What only looks at its input's memory in another way is a view, whatever the schema says (_unsafe_view, detach).
+        is_view = not func._schema.is_mutable and all(self._memory.key(tensor) in keys for tensor in tensors_in(out))
         op = Op(
             layer=self._stack.current,
             name=name,
-            kind=kind_of(name, is_view=bool(getattr(func, "is_view", False))),
+            kind=kind_of(name, is_view=is_view and bool(keys) and bool(tensors_in(out))),
             phase="backward" if backward else "forward",
             inputs=inputs,
             outputs=self._outputs(out, inputs, keys, backward),
