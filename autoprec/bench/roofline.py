@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from autoprec.bench.attribution import LOSS
 from autoprec.bench.dtype_plan import BYTES, Dtype, PlannedOp, plan_dtypes
-from autoprec.bench.gpus import Gpu
+from autoprec.bench.gpus import Gpu, RateMode
 from autoprec.bench.optrace import Op, OpTrace, Value
 from autoprec.policy import Backend, Policy, Precision
 from autoprec.records import Look
@@ -88,9 +87,6 @@ GRAPH_LAUNCH_S = 50e-6
 """Host time of replaying a CUDA graph. Assumption."""
 
 
-Mode = Literal["fp32", "tf32", "fp16", "bf16", "fp16_accumulate_fp16"]
-
-
 @dataclass(frozen=True)
 class Setting:
     """What besides precision changes an operation's time."""
@@ -144,14 +140,14 @@ class _Pricer:
         """Arithmetic and layout conversion; a library takes the plain float32 units where TF32 would be slower."""
         if dtype != "fp32":
             return self._tensor_core_s(op, dtype)
-        plain = op.flops * self._scale / (self._gpu.fp32_flops * (FP32_CONV_EFFICIENCY if op.kind == "conv" else FP32_EFFICIENCY))
+        plain = op.flops * self._scale / (self._gpu.peak_flops("fp32") * (FP32_CONV_EFFICIENCY if op.kind == "conv" else FP32_EFFICIENCY))
         return min(plain, self._tensor_core_s(op, "tf32")) if self._setting.backend.tf32 else plain
 
-    def _tensor_core_s(self, op: Op, mode: Mode) -> float:
+    def _tensor_core_s(self, op: Op, mode: RateMode) -> float:
         if mode == "fp16" and self._setting.backend.fp16_accumulation and op.kind == "matmul":
             mode = "fp16_accumulate_fp16"
         ceiling = CONV_CEILING_FLOPS if op.kind == "conv" else MATMUL_CEILING_FLOPS
-        rate = 1 / (1 / (peak_flops(self._gpu, mode) * TENSOR_EFFICIENCY) + 1 / ceiling)
+        rate = 1 / (1 / (self._gpu.peak_flops(mode) * TENSOR_EFFICIENCY) + 1 / ceiling)
         odd = op.layer in self._odd and not self._setting.compiled and op.layer not in self._setting.padded
         layout_s = 0.0
         if op.kind == "conv" and not self._setting.backend.channels_last and not self._setting.compiled:
@@ -175,21 +171,6 @@ class _Pricer:
         if op.layer not in self._setting.padded or not op.is_heavy or op.layer not in self._odd:
             return 0.0
         return self._memory_s(2 * sum(self._bytes(value, dtype) for value in (*op.inputs, *op.outputs)))
-
-
-def peak_flops(gpu: Gpu, mode: Mode) -> float:
-    """Dense floating-point operations per second in ``fp32``, ``tf32``, ``fp16``, ``bf16`` or ``fp16_accumulate_fp16``.
-
-    A mode the card lacks runs at the float32 rate; fp16 accumulation where it brings nothing, at the fp16 rate.
-    """
-    rates = {
-        "fp32": gpu.fp32_flops,
-        "tf32": gpu.tf32_flops,
-        "fp16": gpu.fp16_flops,
-        "bf16": gpu.bf16_flops,
-        "fp16_accumulate_fp16": gpu.fp16_accumulate_fp16_flops or gpu.fp16_flops,
-    }
-    return rates[mode] or gpu.fp32_flops
 
 
 def _odd_layers(trace: OpTrace) -> frozenset[str]:
