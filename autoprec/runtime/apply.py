@@ -208,5 +208,5 @@ def _slow_paths(named: dict[str, nn.Module], default: Precision, settings: dict[
     return {
         name
         for name, module in named.items()
-        if isinstance(module, _FUSED_KINDS) and any(other == name or other.startswith(f"{name}.") for other in low)
+        if isinstance(module, _FUSED_KINDS) and any(not name or f"{other}.".startswith(f"{name}.") for other in low)
     }

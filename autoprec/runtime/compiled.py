@@ -2,7 +2,8 @@
 
 CUDA graphs reuse the memory of a step's outputs in the next one. Three things make that safe here: outputs that a caller may
 keep are copied out; gradients that the backward graph handed over are copied out before a further forward would overwrite them
-(accumulation); and a new step is only marked when no earlier forward still waits for its backward.
+(accumulation); and a forward that comes while an earlier one still waits for its backward runs compiled without a graph.
+Source: pytorch#169545 (accumulation into gradients that a later replay overwrites).
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from autoprec.runtime.islands import device_type_of
 from autoprec.runtime.tree import iter_tensors, map_tensors
 
 # Input shapes that get a graph of their own; further ones share one compilation with dynamic shapes and no graph.
-# Source: half of torch._dynamo.config.recompile_limit (8), because training and evaluation each compile a shape.
-_GRAPHED_SHAPES = 4
+# Two: the full and the last batch. Source: torch._dynamo.config.recompile_limit is 8 for one model, and training and evaluation
+# each compile the two graphed shapes, the dynamic variant and the one without graphs.
+_GRAPHED_SHAPES = 2
 # Training outputs up to this size are copied out of the graph's memory; larger ones (logits) are consumed by the loss.
 # Source: 16 MiB take under 10 us to copy at 4 TB/s.
 _COPIED_BYTES = 16 * 2**20
@@ -50,6 +52,7 @@ class GraphedModel:
         self.model = model
         self.captured = True
         self._graphed: Callable[..., Any] = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        self._ungraphed: Callable[..., Any] = torch.compile(model, dynamic=False)
         self._dynamic: Callable[..., Any] = torch.compile(model, dynamic=True)
         self._shapes: set[tuple[Any, ...]] = set()
         self._pending: list[weakref.ref[torch.Tensor]] = []
@@ -60,10 +63,12 @@ class GraphedModel:
         """Runs the model; tensors and structure of its output are as in eager."""
         if not self.captured:
             return self.model(*args, **kwargs)
-        self._keep_gradients()
-        if not self._waits_for_backward():
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
+            if self._waits_for_backward():
+                # The earlier forward's activations lie in the graph's memory, and a replay would overwrite them.
+                return self._ungraphed(*args, **kwargs)
+            self._keep_gradients()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             output = self._run(args, kwargs)
         except torch.OutOfMemoryError:
             raise

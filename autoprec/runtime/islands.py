@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,10 @@ HALF_DTYPES: dict[Precision, torch.dtype] = {
 }
 # Where an instance's own replaced forward (another tool's wrapper) waits while the class's forward is ours.
 HELD_FORWARD = "_autoprec_held_forward"
+
+# Before 2.11 a copy cached by an earlier no_grad call of a submodule in the same block is not differentiable either, so that the
+# model starts with an empty cache. Source: pytorch#165068.
+_CACHE_KEEPS_NO_GRAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -89,7 +94,13 @@ _swapped = weakref.WeakKeyDictionary()
 
 
 def swapped_class(original: type[nn.Module], island: Island) -> type[nn.Module]:
-    """The subclass of ``original`` that computes as ``island`` says; the same one for the same arguments."""
+    """The subclass of ``original`` that computes as ``island`` says; the same one for the same arguments.
+
+    A root gets a class of its own each time: torch.compile counts recompilations by code object and gives up after a few, and
+    one shared by every applied model of the process would use them up.
+    """
+    if island.outside is None:
+        return _make_class(original, island)
     known = _swapped.setdefault(original, weakref.WeakValueDictionary())
     kind = known.get(island)
     if kind is None:
@@ -139,14 +150,15 @@ def _forward(kind: type[nn.Module], original: type[nn.Module], island: Island) -
     if island.slow_path:
         run = _off_the_fast_path(run)
 
-    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A tool that kept this bound method from before remove() must get the plain module.
         if not isinstance(self, kind):
             return original.forward(self, *args, **kwargs)
         return run(self, args, kwargs)
 
-    return forward
+    # A code object of its own, for the reason given in swapped_class.
+    own = types.FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
+    return functools.wraps(original.forward)(own)
 
 
 def _innermost(original: type[nn.Module], island: Island) -> Run:
@@ -209,8 +221,10 @@ def _autocast(inner: Run, island: Island, dtype: torch.dtype) -> Run:
     def autocast(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device_type_of(self, args, kwargs)
         # Without gradients the cache would keep weight copies that later forwards in the same block cannot differentiate.
-        # Source: pytorch#65766, #112583, mended in #165068; older versions are supported too.
+        # Source: pytorch#65766, #112583.
         cached = island.cached and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+        if _CACHE_KEEPS_NO_GRAD and island.outside is None and not torch.compiler.is_compiling():
+            torch.clear_autocast_cache()
         same = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype
         if same and cached == torch.is_autocast_cache_enabled():
             return inner(self, args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -96,7 +97,7 @@ def own_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     if torch.nn.utils.parametrize.is_parametrized(module):
         # The original is read, not the computed weight: computing it would step spectral_norm's power iteration.
         for name, originals in module.parametrizations.items():  # type: ignore[operator,union-attr]
-            shapes[name] = max((tuple(p.shape) for p in originals.parameters(recurse=False)), key=len)
+            shapes[name] = max((tuple(p.shape) for p in originals.parameters(recurse=False)), key=math.prod)
     return shapes
 
 
