@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoprec.bench.arms import interleave
+from autoprec.bench.isolation import IsolatedBench
 from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.profile import profile
@@ -20,6 +21,11 @@ from autoprec.bench.workload import Workload, load_workload
 from autoprec.bench.workload_check import check_workload
 from autoprec.policy import Policy, Precision
 from autoprec.records import Failure, Look, Measurement, Profile, Window
+
+IN_PROCESS_NOTE = (
+    "The workload is an object in memory, so windows run in this process: a crash, a hang or a CUDA error would end the run. "
+    "Give path/model.py or package.module:object to isolate them."
+)
 
 
 class Bench:
@@ -82,3 +88,17 @@ class Bench:
             return None
         look, trace = self._trace()
         return RooflineSpeed(trace, self.target.gpu, look)
+
+
+def open_bench(reference: object, target: Target) -> Bench | IsolatedBench:
+    """An isolated bench where another process can load the workload, otherwise one in this process, with a note.
+
+    Raises:
+        WorkloadError: the workload does not load, or does not train one step in FP32.
+    """
+    workload = load_workload(reference)
+    if workload.reference:
+        return IsolatedBench(workload.reference, target)
+    bench = Bench(workload, target)
+    bench.add_note(IN_PROCESS_NOTE)
+    return bench

@@ -15,15 +15,15 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from autoprec.bench.bench import Bench
-from autoprec.bench.target import Target
 from autoprec.bench.worker import Answer, Call, Start
-from autoprec.bench.workload import load_workload
 from autoprec.errors import WorkerError
 from autoprec.policy import Policy, Precision
 from autoprec.records import Failure, FailureKind, Look, Measurement, Profile, Window
+
+if TYPE_CHECKING:  # torch and CUDA are the process's business; this side stays light
+    from autoprec.bench.target import Target
 
 _FACTORY = "autoprec.bench.bench:Bench"
 # Importing torch, building the model and one FP32 step; and tracing or profiling, which runs some dozens of steps.
@@ -31,10 +31,6 @@ _START_TIMEOUT_S = 600.0
 _PROFILE_TIMEOUT_S = 1800.0
 _POLL_S = 0.2
 _LOG_TAIL_BYTES = 4000
-IN_PROCESS_NOTE = (
-    "The workload is an object in memory, so windows run in this process: a crash, a hang or a CUDA error would end the run. "
-    "Give path/model.py or package.module:object to isolate them."
-)
 
 
 class _Died(Exception):
@@ -237,17 +233,3 @@ def _end(process: subprocess.Popen[bytes], log: Path) -> None:
 def _last_lines(log: str) -> str:
     lines = [line for line in log.splitlines() if line.strip()]
     return "Its last words: " + " | ".join(lines[-3:]) if lines else "It printed nothing."
-
-
-def open_bench(reference: object, target: Target) -> Bench | IsolatedBench:
-    """An isolated bench where another process can load the workload, otherwise one in this process, with a note.
-
-    Raises:
-        WorkloadError: the workload does not load, or does not train one step in FP32.
-    """
-    workload = load_workload(reference)
-    if workload.reference:
-        return IsolatedBench(workload.reference, target)
-    bench = Bench(workload, target)
-    bench.add_note(IN_PROCESS_NOTE)
-    return bench

@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import torch
-
 from autoprec.bench.source import describe
 from autoprec.errors import AutoprecError, WorkerError
 from autoprec.records import Failure
@@ -108,7 +106,8 @@ def _answer(request: Start | Call, served: Any) -> tuple[Answer, Any]:
 def _is_broken(value: Any) -> bool:
     """After some CUDA errors every further call fails: a process in that state must be replaced."""
     outcomes = value if isinstance(value, Sequence) else (value,)
-    if not any(isinstance(outcome, Failure) for outcome in outcomes) or not torch.cuda.is_available():
+    torch = sys.modules.get("torch")  # not imported here: the loop itself starts without it
+    if torch is None or not any(isinstance(outcome, Failure) for outcome in outcomes) or not torch.cuda.is_available():
         return False
     try:
         torch.cuda.synchronize()

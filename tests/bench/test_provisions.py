@@ -40,7 +40,7 @@ def test_batches_over_the_limit_start_over_whatever_else_is_kept(make_workload: 
 
 
 def test_too_few_batches_say_how_many_came(make_workload: MakeWorkload) -> None:
-    from tests.bench.conftest import image_batches
+    from bench_stands import image_batches
 
     def four(batch_size: int, seed: int) -> Any:
         stream = image_batches(batch_size, seed)

@@ -287,7 +287,7 @@ def test_running_out_of_memory_is_known_by_its_type(make_workload: MakeWorkload,
 def test_batches_that_end_early_are_the_users_mistake(make_workload: MakeWorkload, make_policy: MakePolicy, cpu: Target) -> None:
     import itertools
 
-    from tests.bench.conftest import image_batches
+    from bench_stands import image_batches
 
     workload = make_workload(batches=lambda n, seed: itertools.islice(image_batches(n, seed), 3))
     with pytest.raises(WorkloadError, match="ended after 3 batches; 6 are needed"):
