@@ -21,6 +21,13 @@ from autoprec.bench.attribution import running_node
 from autoprec.bench.ops import base_name
 from autoprec.runtime.tree import map_tensors
 
+LOST = 2.0**-6
+"""Share of a tensor that rounding may take before it counts as lost (flushed or overflowed); rounding alone takes 2^-8 at most.
+
+A lost tensor is handed on in float32, as from a producer that was lifted for it: the loss is the producer's fault, not the
+consumer's.
+"""
+
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -76,12 +83,21 @@ class _Force(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exact: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.grad = grad
-        return exact.detach().to(dtype=tensor.dtype, copy=True)
+        ctx.grad, ctx.dtype = grad, tensor.dtype
+        return exact.detach().to(dtype=tensor.dtype if _holds(tensor.dtype, exact) else exact.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return ctx.grad(grad), None, None
+        return ctx.grad(grad).to(ctx.dtype), None, None
+
+
+def _holds(dtype: torch.dtype, exact: Tensor) -> bool:
+    """Whether a half type keeps a tensor's value. Waits for the GPU."""
+    if dtype not in _HALF:
+        return True
+    finite = torch.where(exact.isfinite(), exact, 0.0)
+    lost = _square(finite.to(dtype).float() - finite)
+    return bool(lost <= LOST**2 * _square(finite))
 
 
 class _Hooks:
@@ -222,9 +238,12 @@ class Forcer(_Hooks):
         def grad(low: Tensor) -> Tensor:
             if recorded is None:
                 return low
-            found = low.detach().float() / self._scale
-            self._of(name).input_grads.append((_square(found - recorded), _square(recorded)))
-            return self._scaled(recorded, low)
+            handed_on = self._scaled(recorded, low)
+            # Held against what this dtype can say at this scale: rounding the gradient itself is the scale's business, and shows
+            # in the gradients of the parameters it reaches.
+            sayable = (recorded * self._scale).to(low.dtype)
+            self._of(name).input_grads.append((_square((low.detach() - sayable).double() / self._scale), _square(recorded)))
+            return handed_on
 
         forced: Tensor = _Force.apply(tensor, exact, grad)  # type: ignore[no-untyped-call]
         return forced
