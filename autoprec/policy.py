@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from autoprec.errors import PolicyError, suggest
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 
 Precision = Literal["fp32", "fp16", "bf16", "fp16_pure", "bf16_pure"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp16_pure", "bf16_pure")

@@ -78,6 +78,7 @@ class Look(Record):
         odd_layers: layers with a feature or channel count that is not a multiple of 8.
         has_conv: whether any layer runs a convolution over images (channels_last has a meaning).
         loss: the FP32 loss of the first batch.
+        grad_clip: the workload's gradient clipping; None where it does not clip.
         forbids_fp16: why no layer may be fp16 (complex parameters, an optimizer that needs a closure), or an empty string.
         workload_sha256: hash of the user's source and batch settings.
         device_name: the name the driver gives, or the processor's.
@@ -96,6 +97,7 @@ class Look(Record):
     odd_layers: tuple[str, ...] = ()
     has_conv: bool = False
     loss: float
+    grad_clip: float | None = None
     forbids_fp16: str = ""
     workload_sha256: str
     device_name: str
@@ -186,23 +188,25 @@ class Measurement(Record):
     Attributes:
         losses: loss of every step, warm-up included, in float32.
         step_times_s: time of every step after the warm-up; one equal value each where the speed is predicted.
-        device_times_s: time between device events of the same steps; empty on a CPU.
         speed_origin: whether ``step_times_s`` was measured or predicted.
         batch_samples: samples of one step (the effective batch).
         peak_bytes: peak memory; measured by the allocator on CUDA, otherwise predicted or the process's own.
         skipped_steps: optimizer steps the loss scaler skipped, warm-up included.
+        late_skipped_steps: those of them in the second half of the window, when the scale has had time to settle.
         final_scale: loss scale at the end; None without a scaler.
+        host_bound: whether the device waited for the host: it was done almost as soon as the host had issued a step.
         note: anything a person should know about these samples (throttled samples dropped, compiled fallback).
     """
 
     losses: tuple[float, ...]
     step_times_s: tuple[float, ...]
-    device_times_s: tuple[float, ...] = ()
     speed_origin: Origin
     batch_samples: int
     peak_bytes: int
     skipped_steps: int = 0
+    late_skipped_steps: int = 0
     final_scale: float | None = None
+    host_bound: bool = False
     environment: Environment
     note: str = ""
 
@@ -216,11 +220,6 @@ class Measurement(Record):
         """Samples per second of useful work: skipped steps do not count as done."""
         done = 1.0 - self.skipped_steps / max(len(self.losses), 1)
         return self.batch_samples * done / self.step_s
-
-    @property
-    def host_bound(self) -> bool:
-        """True where the host takes over 1.2 times as long as the device for a step, so that the device waits."""
-        return bool(self.device_times_s) and self.step_s > 1.2 * statistics.median(self.device_times_s)
 
 
 class Failure(Record):

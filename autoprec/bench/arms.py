@@ -1,150 +1,129 @@
-"""Several policies timed against each other in one process: A B A B, so that drift of clocks and machine cancels."""
+"""Several policies timed against each other in one process, A B A B, so that drift cancels."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
-from autoprec.bench.memory import free_memory
-from autoprec.bench.nvml import Card
-from autoprec.bench.provisions import DataCache, ModelCache
+import torch
+
+from autoprec.bench.data import Start
+from autoprec.bench.failures import failure_of
+from autoprec.bench.nvml import is_throttled
 from autoprec.bench.target import Target
-from autoprec.bench.training import SpeedModel, TrainingRun
-from autoprec.bench.window import Raised, advance, as_failure, is_users_mistake, raised, run_window, shut
+from autoprec.bench.timing import StepClock
+from autoprec.bench.training import Training, free_memory, undisturbed
+from autoprec.bench.window import finished, look_at, run_step
 from autoprec.bench.workload import Workload
+from autoprec.errors import AutoprecError
 from autoprec.policy import Policy
-from autoprec.records import Failure, Measurement, Window
+from autoprec.records import Failure, Measurement, Outcome, Window
+from autoprec.runtime.backend import set_flags
 
-# Steps of one arm before the next one's turn: long enough that a change of arm is rare, short enough that drift cancels.
-BLOCK_STEPS = 5
-# The first step of a block finds the other arm's data in the caches; it trains and is not timed.
-_SETTLING_STEPS = 1
-
-
-def interleave(
-    workload: Workload,
-    target: Target,
-    policies: Sequence[Policy],
-    window: Window,
-    *,
-    data: DataCache,
-    models: ModelCache,
-    speed: SpeedModel | None = None,
-) -> list[Measurement | Failure]:
-    """Measures policies side by side: all are built and warmed up, then take turns in blocks, in a random order each round.
-
-    Each arm takes ``window.steps`` timed steps, plus one untimed step a block. An arm that does not fit into memory beside the
-    others is measured alone afterwards, with a note. Where speed is predicted nothing can drift, so windows run one by one.
-
-    Args:
-        workload: what to train.
-        target: where.
-        policies: the arms.
-        window: warm-up, timed steps and seed, the same for all.
-        data: batches by seed.
-        models: initial weights by seed.
-        speed: as for ``run_window``.
-
-    Returns:
-        One outcome a policy, in their order.
-
-    Raises:
-        WorkloadError: as for ``run_window``.
-    """
-    arguments = {"data": data, "models": models, "speed": speed}
-    if target.timing == "predicted":
-        return [run_window(workload, target, policy, window, **arguments) for policy in policies]  # type: ignore[arg-type]
-    arms = [_Arm(TrainingRun(workload, target, policy, window, **arguments)) for policy in policies]  # type: ignore[arg-type]
-    try:
-        _run(arms, window)
-    finally:
-        shut(*(arm.run for arm in arms))
-    free_memory()
-    outcomes = []
-    for arm, policy in zip(arms, policies, strict=True):
-        if arm.again_alone:
-            outcomes.append(_alone(run_window(workload, target, policy, window, **arguments)))  # type: ignore[arg-type]
-        else:
-            assert arm.outcome is not None
-            outcomes.append(arm.outcome)
-    return outcomes
+# Rounds in which every arm gets one block of steps. Own choice: enough that a drift of the clocks hits every arm alike.
+BLOCKS = 6
 
 
 class _Arm:
-    """A run and what came of it; once there is an outcome it takes no more turns."""
+    """One policy's training, its clock, and what ended it."""
 
-    def __init__(self, run: TrainingRun) -> None:
-        self.run = run
-        self.outcome: Measurement | Failure | None = None
-        self.again_alone = False
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.training: Training | None = None
+        self.clock: StepClock | None = None
+        self.failure: Failure | None = None
+        self.step = 0
+        self.dropped = 0
 
-    @property
-    def going(self) -> bool:
-        return self.outcome is None and not self.again_alone
-
-    def take(self, steps: int, *, timed: bool, build: bool = False) -> None:
-        """Takes a turn; a failure or exception ends the arm."""
-        broken: Raised | None = None
+    def guard(self, action: Callable[[], None]) -> None:
+        """Runs a part of the arm's work; what it raises ends this arm only."""
+        if self.failure is not None:
+            return
         try:
-            with self.run.active():
-                if build:
-                    self.run.build()
-                self.outcome = advance(self.run, steps, timed=timed)
+            action()
+        except AutoprecError:
+            raise
         except Exception as error:
-            if is_users_mistake(error):
-                raise
-            broken = raised(error, self.run.num_steps)
-        if broken is not None:
-            self._end(broken)
+            self.failure = failure_of(error, self.policy, self.training.model if self.training else None, self.step)
 
-    def finish(self) -> None:
-        """Turns the samples into the outcome."""
-        broken: Raised | None = None
+
+def interleave(workload: Workload, target: Target, policies: Sequence[Policy], window: Window, start: Start) -> list[Outcome]:
+    """Trains every policy from the window's seed, in blocks of steps whose order is drawn anew each round.
+
+    Warm-up steps (compiling included) are untimed. An arm that fails gives a Failure, and the others go on. Peak memory is not
+    known per arm and is 0. Samples taken while heat or power held the clocks down are dropped and counted in the note.
+    """
+    arms = [_Arm(policy) for policy in policies]
+    # The outermost flags undo what every arm sets, whatever order the arms end in.
+    with undisturbed(target), _own_flags(policies[0]):
         try:
-            with self.run.active():
-                failure = self.run.final_check()
-                if failure is None:
-                    self.run.probe_device_time()
-                self.outcome = failure or self.run.measurement()
-        except Exception as error:
-            if is_users_mistake(error):
-                raise
-            broken = raised(error, self.run.num_steps)
-        if broken is not None:
-            self._end(broken)
-
-    def _end(self, broken: Raised) -> None:
-        # Alone it has the whole memory; and alone a failure's layer is looked for.
-        self.again_alone = broken.kind in ("out_of_memory", "unsupported")
-        if not self.again_alone:
-            self.outcome = as_failure(broken, self.run.target)
-        with self.run.active():  # not shut(): forgetting all compilations would stop the other arms' clocks for a minute
-            self.run.close()
-        free_memory()
+            for arm in arms:
+                with _own_flags(arm.policy):
+                    arm.guard(lambda arm=arm: _warm_up(arm, workload, target, window, start))  # type: ignore[misc]
+            _run_blocks(arms, target, window)
+            return [_outcome(arm, target) for arm in arms]
+        finally:
+            # In reverse order, so that flags and layouts unwind as they were set.
+            for arm in reversed(arms):
+                if arm.training is not None:
+                    arm.training.close()
+                    arm.training = None
+            free_memory(target, compiled=any(policy.execution != "eager" for policy in policies))
 
 
-def _run(arms: list[_Arm], window: Window) -> None:
-    for arm in arms:
-        arm.take(window.warmup_steps, timed=False, build=True)
-    order, card = random.Random(window.seed), Card()
-    done = 0
-    while done < window.steps:
-        steps = min(BLOCK_STEPS, window.steps - done)
-        turns = [arm for arm in arms if arm.going]
-        order.shuffle(turns)
-        for arm in turns:
-            arm.take(_SETTLING_STEPS, timed=False)
-            if arm.going:
-                arm.take(steps, timed=True)
-            if arm.going and card.throttled():
-                arm.run.drop_last_times(steps)
-        done += steps
-    for arm in arms:
-        if arm.going:
-            arm.finish()
+@contextmanager
+def _own_flags(policy: Policy) -> Iterator[None]:
+    """Process-wide flags of one arm, for its block only."""
+    undo = set_flags(policy.backend)
+    try:
+        yield
+    finally:
+        undo()
 
 
-def _alone(outcome: Measurement | Failure) -> Measurement | Failure:
-    if isinstance(outcome, Failure):
+def _warm_up(arm: _Arm, workload: Workload, target: Target, window: Window, start: Start) -> None:
+    arm.training = Training(workload, target, arm.policy, window, start)
+    arm.clock = StepClock(target.device)
+    _run_steps(arm, max(window.warmup_steps, 1), window)
+
+
+def _run_blocks(arms: Sequence[_Arm], target: Target, window: Window) -> None:
+    order = list(arms)
+    shuffle = random.Random(window.seed)
+    timed = max(window.steps - window.warmup_steps, BLOCKS)
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if target.device == "cuda" else ""
+    for block in range(BLOCKS):
+        steps = timed * (block + 1) // BLOCKS - timed * block // BLOCKS
+        shuffle.shuffle(order)
+        for arm in order:
+            with _own_flags(arm.policy):
+                arm.guard(lambda arm=arm, steps=steps: _run_block(arm, steps, window, uuid))  # type: ignore[misc]
+
+
+def _run_block(arm: _Arm, steps: int, window: Window, uuid: str) -> None:
+    assert arm.training is not None and arm.clock is not None
+    _run_steps(arm, steps, window)
+    arm.failure = look_at(arm.training)
+    if uuid and is_throttled(uuid):
+        arm.dropped += arm.clock.drop_last(steps)
+
+
+def _run_steps(arm: _Arm, steps: int, window: Window) -> None:
+    assert arm.training is not None and arm.clock is not None
+    for _ in range(steps):
+        run_step(arm.training, arm.clock, arm.step, window)
+        arm.step += 1
+
+
+def _outcome(arm: _Arm, target: Target) -> Outcome:
+    if arm.failure is not None:
+        return arm.failure
+    assert arm.training is not None and arm.clock is not None
+    outcome = finished(arm.training, arm.clock, target)
+    if not isinstance(outcome, Measurement):
         return outcome
-    return outcome.model_copy(update={"note": f"{outcome.note} Measured alone: it did not run beside the other arms.".strip()})
+    if not outcome.step_times_s:
+        return Failure(kind="unsupported", message="heat or power held the clocks down in every block, so no sample counts")
+    note = f"{arm.dropped} steps dropped: heat or power held the clocks down" if arm.dropped else ""
+    return outcome.model_copy(update={"note": note})

@@ -1,104 +1,75 @@
-"""The bench of one workload on one target: everything that touches hardware or the model, behind a few methods.
-
-It keeps what windows share: batches and initial weights by seed, and the traced operations that speed is predicted from.
-"""
+"""Everything that touches the hardware for one workload on one target, with what is worth keeping between calls."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from autoprec.bench.arms import interleave
-from autoprec.bench.isolation import IsolatedBench
+from autoprec.bench.data import Start
 from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.profile import profile
-from autoprec.bench.provisions import DataCache, ModelCache
 from autoprec.bench.roofline import RooflineSpeed
-from autoprec.bench.target import Target, cap_memory
-from autoprec.bench.training import SpeedModel
+from autoprec.bench.target import Target
 from autoprec.bench.window import run_window
 from autoprec.bench.workload import Workload, load_workload
 from autoprec.bench.workload_check import check_workload
 from autoprec.policy import Policy, Precision
-from autoprec.records import Failure, Look, Measurement, Profile, Window
-
-IN_PROCESS_NOTE = (
-    "The workload is an object in memory, so windows run in this process: a crash, a hang or a CUDA error would end the run. "
-    "Give path/model.py or package.module:object to isolate them."
-)
+from autoprec.records import Look, Outcome, Profile, Window
 
 
 class Bench:
-    """Measures one workload in this process.
+    """Runs windows of one workload on one target in this process."""
 
-    Args:
-        reference: what ``load_workload`` accepts.
-        target: where to measure.
+    def __init__(self, workload: Any, target: Target) -> None:
+        """Loads the workload.
 
-    Raises:
-        WorkloadError: the workload does not load, or does not train one step in FP32.
-    """
-
-    def __init__(self, reference: object, target: Target) -> None:
-        cap_memory(target)
-        self.target = target
-        self.workload: Workload = check_workload(load_workload(reference), target.device)
-        self._data = DataCache(self.workload)
-        self._models = ModelCache(self.workload)
-        self._traced: tuple[Look, OpTrace] | None = None
-        self._notes: tuple[str, ...] = ()
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What a person should know about the workload and the target."""
-        return (*self.target.notes, *self.workload.notes, *self._notes)
-
-    def add_note(self, text: str) -> None:
-        """Adds something a person should know."""
-        self._notes = (*self._notes, text)
+        Raises:
+            WorkloadError: it cannot be loaded; what is missing or misspelt is named.
+        """
+        self._workload: Workload = workload if isinstance(workload, Workload) else load_workload(workload)
+        self._target = target
+        self._starts: dict[int, Start] = {}
+        self._look: Look | None = None
+        self._trace: OpTrace | None = None
 
     def look(self) -> Look:
-        """Layers, edges and shares of one traced FP32 step; traced once."""
-        return self._trace()[0]
+        """Checks the workload and traces one FP32 step; the second call returns the first one's answer.
 
-    def window(self, policy: Policy, window: Window) -> Measurement | Failure:
-        """Trains for one window under a policy; see ``run_window``."""
-        return run_window(self.workload, self.target, policy, window, data=self._data, models=self._models, speed=self._speed())
+        Raises:
+            WorkloadError: the workload does not train in FP32, or breaks the contract of a model.py.
+        """
+        return self._traced()[0]
 
-    def interleave(self, policies: Sequence[Policy], window: Window) -> list[Measurement | Failure]:
-        """Measures policies side by side; see ``arms.interleave``."""
-        return interleave(self.workload, self.target, policies, window, data=self._data, models=self._models, speed=self._speed())
+    def window(self, policy: Policy, window: Window) -> Outcome:
+        """Trains one window under a policy."""
+        return run_window(self._workload, self._target, policy, window, self._start_of(window.seed), self._speed())
 
-    def profile(self, precisions: tuple[Precision, ...]) -> Profile:
-        """What every layer costs and risks in each precision."""
-        look, trace = self._trace()
-        return profile(self.workload, self.target, look, precisions, trace=trace)
+    def interleave(self, policies: Sequence[Policy], window: Window) -> list[Outcome]:
+        """Times several policies against each other in this process, A B A B."""
+        return interleave(self._workload, self._target, policies, window, self._start_of(window.seed))
 
-    def close(self) -> None:
-        """Lets go of what is kept."""
-        self._traced = None
+    def profile(self, precisions: Sequence[Precision]) -> Profile:
+        """Costs and risks of every layer."""
+        seen, trace = self._traced()
+        return profile(self._workload, self._target, seen, trace, precisions)
 
-    def _trace(self) -> tuple[Look, OpTrace]:
-        if self._traced is None:
-            self._traced = trace_workload(self.workload, self.target)
-        return self._traced
+    def _traced(self) -> tuple[Look, OpTrace]:
+        if self._look is None or self._trace is None:
+            self._workload = check_workload(self._workload, self._target.device)
+            seen, self._trace = trace_workload(self._workload, self._target)
+            self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip})
+        return self._look, self._trace
 
-    def _speed(self) -> SpeedModel | None:
-        if self.target.gpu is None or (self.target.device == "cuda" and self.target.timing == "measured"):
+    def _start_of(self, seed: int) -> Start:
+        if seed not in self._starts:
+            self._starts[seed] = Start(self._workload, seed, pinned=self._target.device == "cuda")
+        return self._starts[seed]
+
+    def _speed(self) -> RooflineSpeed | None:
+        """Predicts times for a card that is not here, and memory on a CPU; CUDA measures both."""
+        if self._target.gpu is None and self._target.device != "cpu":
             return None
-        look, trace = self._trace()
-        return RooflineSpeed(trace, self.target.gpu, look)
-
-
-def open_bench(reference: object, target: Target) -> Bench | IsolatedBench:
-    """An isolated bench where another process can load the workload, otherwise one in this process, with a note.
-
-    Raises:
-        WorkloadError: the workload does not load, or does not train one step in FP32.
-    """
-    workload = load_workload(reference)
-    if workload.reference:
-        return IsolatedBench(workload.reference, target)
-    bench = Bench(workload, target)
-    bench.add_note(IN_PROCESS_NOTE)
-    return bench
+        seen, trace = self._traced()
+        return RooflineSpeed(trace, self._target.gpu, seen)

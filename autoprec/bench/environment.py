@@ -1,44 +1,37 @@
-"""Where samples are taken: device, driver and versions."""
+"""Where samples are taken."""
 
 from __future__ import annotations
 
-import functools
 import platform
-from pathlib import Path
+from functools import cache
 
 import torch
 
-from autoprec.bench.nvml import Card
-from autoprec.bench.target import Target
+from autoprec.bench.nvml import driver_version
 from autoprec.records import Environment
 
 
-def environment_of(target: Target) -> Environment:
-    """The machine that runs the numerics of a target, and times them where its speed is measured."""
-    on_gpu = target.device == "cuda"
-    capability = ".".join(map(str, torch.cuda.get_device_capability())) if on_gpu else None
+@cache
+def environment(device: str) -> Environment:
+    """Device, driver and versions of this process; ``device`` is ``cuda`` or ``cpu``."""
+    on_cuda = device == "cuda"
     return Environment(
-        device=torch.cuda.get_device_name() if on_gpu else processor_name(),
-        capability=capability,
-        driver=driver_version() if on_gpu else None,
+        device=torch.cuda.get_device_name() if on_cuda else processor_name(),
+        capability=".".join(map(str, torch.cuda.get_device_capability())) if on_cuda else None,
+        driver=driver_version() if on_cuda else None,
         torch_version=torch.__version__,
         python_version=platform.python_version(),
         platform=platform.platform(),
     )
 
 
-@functools.cache
-def driver_version() -> str | None:
-    """The NVIDIA driver's version; it cannot change while a process runs."""
-    return Card().driver_version()
-
-
-@functools.cache
 def processor_name() -> str:
     """The processor's name as the system gives it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:  # only Linux has it
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()

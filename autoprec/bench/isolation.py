@@ -1,235 +1,255 @@
-"""The bench in a process of its own: it may die, hang or run out of memory, and the study goes on."""
+"""The bench in a process of its own, which may die, hang or run out of memory without ending the study."""
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import multiprocessing
 import os
-import pickle
-import queue
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import time
-import weakref
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from autoprec.bench.worker import Answer, Call, Start
-from autoprec.errors import WorkerError
+from autoprec.errors import AutoprecError, WorkerError
 from autoprec.policy import Policy, Precision
-from autoprec.records import Failure, FailureKind, Look, Measurement, Profile, Window
+from autoprec.records import Failure, FailureKind, Look, Outcome, Profile, Window
 
-if TYPE_CHECKING:  # torch and CUDA are the process's business; this side stays light
+if TYPE_CHECKING:  # the parent needs no torch to talk to a worker
     from autoprec.bench.target import Target
 
-_FACTORY = "autoprec.bench.bench:Bench"
-# Importing torch, building the model and one FP32 step; and tracing or profiling, which runs some dozens of steps.
-_START_TIMEOUT_S = 600.0
-_PROFILE_TIMEOUT_S = 1800.0
-_POLL_S = 0.2
-_LOG_TAIL_BYTES = 4000
+# A fresh process imports torch and starts CUDA before its first answer. Own choice: ten times what a slow disk took.
+STARTUP_S = 180.0
+# Tracing and profiling have no window of their own to say how long they may take.
+STAGE_TIMEOUT_S = 1800.0
+# Lines of the worker's output that go into an error message.
+_SHOWN_LINES = 12
+# How long a process that was asked to end may take before it is killed.
+_GRACE_S = 3.0
 
 
 class _Died(Exception):
-    """The worker gave no answer: why, and what it printed last."""
+    """The worker gave no answer; never leaves this module."""
 
-    def __init__(self, kind: FailureKind, message: str, log: str) -> None:
+    def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(message)
-        self.kind: FailureKind = kind
-        self.message = message
-        self.log = log
-
-    def as_failure(self) -> Failure:
-        return Failure(kind=self.kind, message=self.message, traceback=self.log)
+        self.kind, self.message = kind, message
 
 
 class IsolatedBench:
-    """The methods of ``Bench``, run in one persistent process that is started again after it dies.
+    """A ``Bench`` that lives in one persistent worker process; a new one is started after the old one died.
 
-    Ctrl-C here ends the process and is raised on. Use ``close()`` or a ``with`` block at the end.
-
-    Args:
-        reference: a workload that another process can load (a path or a dotted name).
-        target: where to measure.
-        factory: what the process builds, ``module:callable``.
-
-    Raises:
-        WorkloadError: the workload does not load, or does not train one step in FP32.
-        WorkerError: the process could not be started.
+    Windows that end the process come back as a ``Failure``; for ``look`` and ``profile`` that is a ``WorkerError``. Errors meant
+    for people (``AutoprecError``) are raised here as they were raised there.
     """
 
-    def __init__(self, reference: str, target: Target, *, factory: str = _FACTORY) -> None:
-        self.target = target
-        self._start_request = Start(factory, reference, target, tuple(path or os.getcwd() for path in sys.path))
-        self._worker: _Worker | None = None
-        try:
-            self.notes: tuple[str, ...] = self._ask(Call("notes"), _START_TIMEOUT_S)
-        except _Died as death:
-            raise WorkerError(
-                f"The bench's process ended while it started. {death.message}", hint=_last_lines(death.log)
-            ) from None
+    def __init__(
+        self,
+        workload: str,
+        target: Target,
+        *,
+        make: Callable[[str, Target], Any],
+        log_path: Path | None = None,
+        stage_timeout_s: float = STAGE_TIMEOUT_S,
+    ) -> None:
+        """Starts nothing yet: the first call does.
+
+        Args:
+            workload: reference that ``load_workload`` takes.
+            target: where to measure.
+            make: makes the bench in the worker (``Bench``, as a rule); a function or class that a module holds.
+            log_path: receives what the user's code prints; None drops it.
+            stage_timeout_s: most seconds for ``look`` and ``profile``.
+        """
+        self._arguments = (workload, target)
+        self._make = make
+        self._log_path = log_path
+        self._stage_timeout_s = stage_timeout_s
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        atexit.register(self.close)
 
     def look(self) -> Look:
-        """See ``Bench.look``.
+        """See ``Bench.look``. Raises WorkerError where the worker dies."""
+        look: Look = self._stage("look")
+        return look
 
-        Raises:
-            WorkerError: the process died or hung.
-        """
-        return self._ask_or_raise(Call("look", ()), _PROFILE_TIMEOUT_S)  # type: ignore[no-any-return]
+    def profile(self, precisions: Sequence[Precision]) -> Profile:
+        """See ``Bench.profile``. Raises WorkerError where the worker dies."""
+        profile: Profile = self._stage("profile", tuple(precisions))
+        return profile
 
-    def window(self, policy: Policy, window: Window) -> Measurement | Failure:
-        """See ``Bench.window``; a process that dies, hangs or is killed for memory is a failure like any other."""
+    def window(self, policy: Policy, window: Window) -> Outcome:
+        """See ``Bench.window``; a worker that dies or hangs is a Failure."""
         try:
-            return self._ask(Call("window", (policy, window)), window.timeout_s)  # type: ignore[no-any-return]
-        except _Died as death:
-            return death.as_failure()
+            outcome: Outcome = self._call("window", window.timeout_s, policy, window)
+        except _Died as end:
+            return Failure(kind=end.kind, message=end.message)
+        return self._checked([outcome])[0]
 
-    def interleave(self, policies: Sequence[Policy], window: Window) -> list[Measurement | Failure]:
-        """See ``Bench.interleave``; where the process dies, every arm gets the same failure."""
+    def interleave(self, policies: Sequence[Policy], window: Window) -> list[Outcome]:
+        """See ``Bench.interleave``; a worker that dies or hangs is a Failure of every arm."""
         try:
-            return self._ask(Call("interleave", (tuple(policies), window)), window.timeout_s * len(policies))  # type: ignore[no-any-return]
-        except _Died as death:
-            return [death.as_failure() for _ in policies]
-
-    def profile(self, precisions: tuple[Precision, ...]) -> Profile:
-        """See ``Bench.profile``.
-
-        Raises:
-            WorkerError: the process died or hung.
-        """
-        return self._ask_or_raise(Call("profile", (precisions,)), _PROFILE_TIMEOUT_S)  # type: ignore[no-any-return]
+            outcomes: list[Outcome] = self._call("interleave", window.timeout_s * max(len(policies), 1), tuple(policies), window)
+        except _Died as end:
+            return [Failure(kind=end.kind, message=end.message) for _ in policies]
+        return self._checked(outcomes)
 
     def close(self) -> None:
-        """Ends the process."""
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker = None
+        """Ends the worker; harmless when done twice."""
+        atexit.unregister(self.close)
+        self._stop()
 
-    def __enter__(self) -> IsolatedBench:
-        return self
+    def _checked(self, outcomes: list[Outcome]) -> list[Outcome]:
+        # A CUDA error leaves the process without a usable device, so the next call gets a new one.
+        if any(isinstance(outcome, Failure) and outcome.kind == "crashed" for outcome in outcomes):
+            self._stop()
+        return outcomes
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _ask_or_raise(self, call: Call, timeout_s: float) -> Any:
+    def _stage(self, method: str, *arguments: Any) -> Any:
         try:
-            return self._ask(call, timeout_s)
-        except _Died as death:
+            return self._call(method, self._stage_timeout_s, *arguments)
+        except _Died as end:
+            where = f" Its output is in {self._log_path}." if self._log_path else ""
             raise WorkerError(
-                f"The bench's process gave no answer to '{call.name}'. {death.message}", hint=_last_lines(death.log)
+                f"The worker process ended during '{method}': {end.message}", hint=f"Mend model.py.{where}"
             ) from None
 
-    def _ask(self, call: Call, timeout_s: float) -> Any:
-        """Sends a request, starting the process first where there is none; any exception but an answered one ends it."""
-        try:
-            if self._worker is None:
-                self._worker = _Worker()
-                started = self._worker.ask(self._start_request, _START_TIMEOUT_S)
-                if started.error is not None:
-                    raise started.error
-            answer = self._worker.ask(call, timeout_s)
-        except BaseException:  # Ctrl-C included: a process in the middle of a window cannot be asked anything else
-            self.close()
-            raise
-        if answer.leaving:
-            self.close()
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
-
-
-class _Worker:
-    """One process with its pipes and its log."""
-
-    def __init__(self) -> None:
-        handle, name = tempfile.mkstemp(prefix="autoprec-worker-", suffix=".log")
-        os.close(handle)
-        self._log = Path(name)
-        package_root = str(Path(__file__).resolve().parents[2])
-        paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-X", "faulthandler", "-m", "autoprec.bench.worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-                start_new_session=True,
-            )
-        self._answers: queue.Queue[Answer | None] = queue.Queue()
-        assert self._process.stdout is not None
-        threading.Thread(target=_read_answers, args=(self._process.stdout, self._answers), daemon=True).start()
-        self._finalizer = weakref.finalize(self, _end, self._process, self._log)
-
-    def ask(self, request: Start | Call, timeout_s: float) -> Answer:
-        """Sends a request and waits for the answer.
+    def _call(self, method: str, timeout_s: float, *arguments: Any) -> Any:
+        """Sends one call to the worker and waits for its answer.
 
         Raises:
-            _Died: the process ended, or the time is over.
+            _Died: no answer came; the worker is gone.
+            AutoprecError: as the worker raised it.
         """
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; _wait says how
-            self._process.stdin.write(pickle.dumps(request))
-            self._process.stdin.flush()
-        deadline = time.monotonic() + timeout_s
-        while True:
-            try:
-                answer = self._answers.get(timeout=_POLL_S)
-            except queue.Empty:
-                answer = None
-                if self._process.poll() is None:
-                    if time.monotonic() < deadline:
-                        continue
-                    raise _Died("timeout", f"No answer after {timeout_s:g} s; the process was ended.", self.log_tail()) from None
-            if answer is not None:
-                return answer
-            raise self._death()
+        if self._process is None:
+            self._start()
+            timeout_s += STARTUP_S
+        assert self._pipe is not None
+        try:
+            self._pipe.send((method, arguments))
+            if not self._pipe.poll(timeout_s):
+                self._stop(at_once=True)
+                raise _Died("timeout", f"no answer after {timeout_s:.0f} s; the process was ended")
+            answered, value = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise _Died("crashed", self._last_words()) from None
+        except KeyboardInterrupt:
+            # Half a conversation is left in the pipe.
+            self._stop(at_once=True)
+            raise
+        if not answered:
+            raise value
+        return value
 
-    def _death(self) -> _Died:
-        code = self._process.wait()
-        log = self.log_tail()
-        if code == -getattr(signal, "SIGKILL", 9):
-            return _Died("out_of_memory", "The process was killed by the system, most often because host memory ran out.", log)
-        how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        return _Died("crashed", f"The process ended {how}.", log)
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        log = str(self._log_path) if self._log_path else os.devnull
+        arguments = (theirs, self._make, self._arguments, log)
+        # Not a daemon: the user's DataLoader may start workers of its own.
+        self._process = context.Process(target=_serve, args=arguments, name="autoprec-worker", daemon=False)
+        with _without_main_module(), _interrupts_ignored():
+            self._process.start()
+        theirs.close()
 
-    def log_tail(self) -> str:
-        """The last of what the process and the user's code in it printed."""
-        with self._log.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            return log.read().decode(errors="replace")
+    def _stop(self, *, at_once: bool = False) -> None:
+        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if pipe is not None:
+            pipe.close()
+        if process is None:
+            return
+        if not at_once:
+            # The closed pipe tells it to go.
+            process.join(_GRACE_S)
+        for end in (process.terminate, process.kill):
+            if process.is_alive():
+                end()
+                process.join(_GRACE_S)
+        process.close()
 
-    def kill(self) -> None:
-        """Ends the process and everything it started, at once."""
-        self._finalizer()
+    def _last_words(self) -> str:
+        """What is known about a worker that went away, and its last lines of output."""
+        assert self._process is not None
+        self._process.join(_GRACE_S)
+        code = self._process.exitcode
+        self._stop(at_once=True)
+        text = "the process ended without an answer" if code is None else f"the process ended with exit code {code}"
+        if code is not None and code < 0:
+            name = signal.Signals(-code).name
+            killed = " (killed; out of host memory, perhaps)" if name == "SIGKILL" else ""
+            text = f"the process was ended by {name}{killed}"
+        lines = _last_lines(self._log_path)
+        return f"{text}; its last output was:\n{lines}" if lines else text
 
 
-def _read_answers(stream: BinaryIO, answers: queue.Queue[Answer | None]) -> None:
-    """Puts answers into the queue, and None at the end of the stream."""
+def _last_lines(path: Path | None) -> str:
+    if path is None or not path.is_file():
+        return ""
+    return "\n".join(path.read_text(encoding="utf-8", errors="replace").splitlines()[-_SHOWN_LINES:])
+
+
+@contextmanager
+def _without_main_module() -> Iterator[None]:
+    """Hides the main script from a process being spawned.
+
+    multiprocessing imports the parent's main module in every child. Here nothing of it is needed, and a script that calls
+    ``autoprec.tune`` without a main guard would start itself again and again.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
     try:
-        while True:
-            answers.put(pickle.load(stream))
-    except (EOFError, OSError, ValueError, pickle.UnpicklingError):
-        answers.put(None)
+        yield
+    finally:
+        sys.modules["__main__"] = main
 
 
-def _end(process: subprocess.Popen[bytes], log: Path) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)  # its session: loader workers too
-        else:
-            process.kill()
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(OSError):
-                stream.close()
-    log.unlink(missing_ok=True)
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ctrl-C goes to the whole process group; a child started in here inherits that it ignores it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def _last_lines(log: str) -> str:
-    lines = [line for line in log.splitlines() if line.strip()]
-    return "Its last words: " + " | ".join(lines[-3:]) if lines else "It printed nothing."
+def _serve(pipe: Connection, make: Callable[[str, Target], Any], arguments: tuple[str, Target], log: str) -> None:
+    """The worker's whole life: makes the bench, answers calls one at a time, ends when the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    bench: Any = None
+    while True:
+        try:
+            method, values = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            if bench is None:
+                bench = make(*arguments)
+            answer = (True, getattr(bench, method)(*values))
+        except AutoprecError as error:
+            answer = (False, error)
+        except Exception as error:
+            text = "".join(traceback.format_exception(error))
+            answer = (
+                False,
+                WorkerError(f"The worker failed in '{method}':\n{text}", hint="This is a fault of autoprec: report it."),
+            )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            pipe.send(answer)
+        except (BrokenPipeError, ConnectionError):
+            return

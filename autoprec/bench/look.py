@@ -143,7 +143,9 @@ def odd_layers(model: nn.Module, traced: Traced) -> tuple[str, ...]:
     """Layers that multiply matrices or convolve with a feature, channel or head size that is not a multiple of 8."""
     modules = dict(model.named_modules())
     heavy = {op.layer for op in traced.op_trace.ops if op.is_heavy}
-    return tuple(layer.name for layer in traced.layers if layer.name in heavy and _is_odd(modules[layer.name], traced, layer.name))
+    return tuple(
+        layer.name for layer in traced.layers if layer.name in heavy and _is_odd(modules[layer.name], traced, layer.name)
+    )
 
 
 def _is_odd(module: nn.Module, traced: Traced, name: str) -> bool:
@@ -169,4 +171,3 @@ def _matmul_share(workload: Workload, target: Target, model: nn.Module, batch: A
     part = part_of(batch, trace.samples, workload.batch_size)
     times = measure_step(model, lambda: workload.loss(model, part), target.device)
     return times.heavy_s / times.total_s if times.total_s else 0.0
-

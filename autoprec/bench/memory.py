@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
-import sys
 
 import torch
-
-try:
-    import resource
-except ImportError:  # not on Windows
-    resource = None  # type: ignore[assignment]
 
 # Texts of libraries that report a lack of memory without a type of its own.
 # Source: cuBLAS and cuDNN status names; torch's DefaultCPUAllocator.
@@ -30,12 +25,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory() -> None:
     """Hands unused memory back. Call it outside the ``except`` block: inside, the traceback still holds the tensors."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA has not been started
-
-
-def process_peak_bytes() -> int:
-    """The most memory this process ever had, in bytes; 0 where the system does not tell."""
-    if resource is None:
-        return 0
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    # Does nothing where CUDA has not been started. After a CUDA error every call raises, and there is nothing left to free.
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()

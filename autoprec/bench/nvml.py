@@ -1,66 +1,57 @@
-"""What the NVIDIA driver knows: its version, whether clocks are held down, who else computes; None where it does not answer."""
+"""What the driver says about the card: its version, and whether the clocks are held down."""
 
 from __future__ import annotations
 
-import os
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pynvml
-import torch
 
-# Reasons that hold clocks under what the card would otherwise run at; a plain power cap is how a loaded card works and is none.
-# Source: NVML API reference, nvmlClocksEventReasons.
-_SLOWDOWNS = 0x08 | 0x20 | 0x40 | 0x80  # hardware slowdown, software thermal, hardware thermal, hardware power brake
+# Reasons that make samples worthless: the card slows down because of heat or power, not because it is idle.
+# Source: NVIDIA, NVML API reference, nvmlClocksEventReasons.
+_THROTTLE = (
+    pynvml.nvmlClocksEventReasonSwPowerCap
+    | pynvml.nvmlClocksThrottleReasonHwSlowdown
+    | pynvml.nvmlClocksEventReasonSwThermalSlowdown
+    | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
+    | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown
+)
 
 
-class Card:
-    """The current CUDA device as NVML sees it; every answer is None where NVML or the driver is not there."""
+@contextmanager
+def _session() -> Iterator[bool]:
+    """Opens NVML; False where there is no driver."""
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        pynvml.nvmlShutdown()
 
-    def __init__(self) -> None:
-        self._handle: Any = None
-        if not torch.cuda.is_available():
-            return
-        try:
-            pynvml.nvmlInit()
-            self._handle = _handle()
-        except pynvml.NVMLError:
-            self._handle = None
 
-    def driver_version(self) -> str | None:
-        """Version of the driver."""
-        if self._handle is None:
+def driver_version() -> str | None:
+    """The driver's version, or None without one."""
+    with _session() as open_:
+        if not open_:
             return None
-        try:
-            version = pynvml.nvmlSystemGetDriverVersion()
-        except pynvml.NVMLError:
-            return None
+        version = pynvml.nvmlSystemGetDriverVersion()
         return version.decode() if isinstance(version, bytes) else str(version)
 
-    def throttled(self) -> bool | None:
-        """Whether heat or a power brake holds the clocks down now; takes some tens of microseconds of host time."""
-        if self._handle is None:
-            return None
-        try:
-            reasons = int(pynvml.nvmlDeviceGetCurrentClocksEventReasons(self._handle))
-        except (pynvml.NVMLError, AttributeError):
-            return None
-        return bool(reasons & _SLOWDOWNS)
 
-    def other_processes(self) -> int | None:
-        """How many other processes compute on the card; each disturbs timings."""
-        if self._handle is None:
-            return None
+def is_throttled(uuid: str) -> bool:
+    """Whether heat or power holds the clocks of a card down right now; False where NVML cannot tell.
+
+    Args:
+        uuid: of the card, as torch gives it in its device properties.
+    """
+    with _session() as open_:
+        if not open_:
+            return False
         try:
-            running = pynvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+            handle = pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+            return bool(pynvml.nvmlDeviceGetCurrentClocksEventReasons(handle) & _THROTTLE)
         except pynvml.NVMLError:
-            return None
-        return sum(1 for process in running if process.pid != os.getpid())
-
-
-def _handle() -> Any:
-    """By UUID, because CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's."""
-    index = torch.cuda.current_device()
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    if uuid is None:
-        return pynvml.nvmlDeviceGetHandleByIndex(index)
-    return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            return False

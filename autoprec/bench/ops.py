@@ -39,7 +39,17 @@ _REDUCTION = frozenset(
     "binary_cross_entropy _cdist_forward _pdist_forward dist median kthvalue topk sort _embedding_bag segment_reduce "
     "_softmax_backward_data _log_softmax_backward_data _ctc_loss _safe_softmax".split()
 )
-_POOL = ("avg_pool", "max_pool", "adaptive_pool", "fractional_max_pool", "upsample_", "_upsample_", "grid_sampler", "im2col", "col2im")
+_POOL = (
+    "avg_pool",
+    "max_pool",
+    "adaptive_pool",
+    "fractional_max_pool",
+    "upsample_",
+    "_upsample_",
+    "grid_sampler",
+    "im2col",
+    "col2im",
+)
 _GATHER = frozenset("embedding embedding_dense_backward embedding_renorm index_add scatter_add scatter_reduce".split())
 _COPY = frozenset(
     "_to_copy copy clone contiguous empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like "
@@ -142,7 +152,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -
 
 def _attention_flops(args: Sequence[Any], *, backward: bool) -> int:
     """q k^T and its product with v; the backward pass recomputes the first and needs four more."""
-    query, key, value = (args[1:4] if backward else args[:3])
+    query, key, value = args[1:4] if backward else args[:3]
     *batch, rows, width = query.shape
     pairs = rows * key.shape[-2]
     for size in batch:

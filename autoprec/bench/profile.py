@@ -194,7 +194,9 @@ def _scene(workload: Workload, target: Target, look: Look, model: nn.Module, par
 
 
 def _draws(model: nn.Module) -> bool:
-    return any(getattr(module, "dropout", None) or isinstance(module, nn.modules.dropout._DropoutNd) for module in model.modules())
+    return any(
+        getattr(module, "dropout", None) or isinstance(module, nn.modules.dropout._DropoutNd) for module in model.modules()
+    )
 
 
 def rescore(
@@ -214,9 +216,7 @@ def rescore(
         return score(scene, tape, twin, lambda _lifted: plain, scale=scale)[0]
 
 
-def uniform_policy(
-    look: Look, precision: Precision, *, lifted: Sequence[str] = (), backend: Backend | None = None
-) -> Policy:
+def uniform_policy(look: Look, precision: Precision, *, lifted: Sequence[str] = (), backend: Backend | None = None) -> Policy:
     """Every layer in one precision, but those in ``lifted`` in fp32 (their descendants keep the precision)."""
     names = [layer.name for layer in look.layers]
     wanted: dict[str, Precision] = {name: "fp32" if name in set(lifted) else precision for name in names}

@@ -115,7 +115,6 @@ class RangeRecorder(OpRecorder):
         self.largest.append((None, None) if quiet else (read, _largest(tensors_in(out))))
         return out
 
-
     def backward_begins(self) -> None:
         """From here on new values are gradients."""
         self.in_backward = True
@@ -202,7 +201,9 @@ def screen(steps: Sequence[StepRanges], layers: Sequence[str]) -> Screen:
     pinned: dict[Precision, dict[str, str]] = {"fp16": {}, "fp16_pure": {}}
     for step in steps:
         pinned["fp16"] |= {name: text for name, text in _autocast_overflow(step, layers).items() if name not in pinned["fp16"]}
-        pinned["fp16_pure"] |= {name: text for name, text in _pure_overflow(step, layers).items() if name not in pinned["fp16_pure"]}
+        pinned["fp16_pure"] |= {
+            name: text for name, text in _pure_overflow(step, layers).items() if name not in pinned["fp16_pure"]
+        }
     ops = {name: {op.name: op for step in steps for op in step.ops if op.layer == name} for name in layers}
     return Screen(ranges, scale, {name: tuple(_risks(name, ranges[name], scale, pinned, ops[name])) for name in layers})
 
@@ -317,4 +318,3 @@ def _kind_risks(ops: dict[str, Op]) -> Iterable[Risk]:
 def _elements_per_result(op: Op) -> int:
     read = max((value.elements for value in op.inputs), default=0)
     return read // max(op.outputs[0].elements if op.outputs else 1, 1)
-

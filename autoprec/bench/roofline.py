@@ -125,7 +125,9 @@ class _Pricer:
         device_s += self._padding_s(op, planned.dtype)
         cast_share = FUSED_SHARE if self._setting.compiled else 1.0
         casts = 2 * planned.casts
-        cast_s = max(self._memory_s(2 * (planned.cast_bytes * self._scale + planned.weight_cast_bytes)), casts * KERNEL_S) * cast_share
+        cast_s = (
+            max(self._memory_s(2 * (planned.cast_bytes * self._scale + planned.weight_cast_bytes)), casts * KERNEL_S) * cast_share
+        )
         launches = 1 + casts
         return OpCost(device_s + cast_s, launches * HOST_OP_S * (FUSED_SHARE if fused else 1.0), launches)
 
@@ -140,7 +142,11 @@ class _Pricer:
         """Arithmetic and layout conversion; a library takes the plain float32 units where TF32 would be slower."""
         if dtype != "fp32":
             return self._tensor_core_s(op, dtype)
-        plain = op.flops * self._scale / (self._gpu.peak_flops("fp32") * (FP32_CONV_EFFICIENCY if op.kind == "conv" else FP32_EFFICIENCY))
+        plain = (
+            op.flops
+            * self._scale
+            / (self._gpu.peak_flops("fp32") * (FP32_CONV_EFFICIENCY if op.kind == "conv" else FP32_EFFICIENCY))
+        )
         return min(plain, self._tensor_core_s(op, "tf32")) if self._setting.backend.tf32 else plain
 
     def _tensor_core_s(self, op: Op, mode: RateMode) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from autoprec.bench.environment import processor_name
 from autoprec.bench.gpus import Gpu, find_gpu, gpu_of_device_name, normalised
 from autoprec.errors import DeviceError
 from autoprec.policy import PRECISIONS, Origin, Precision
@@ -49,6 +50,26 @@ class Target:
     precisions: tuple[Precision, ...]
     capability: str | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def stands_for_cuda(self) -> bool:
+        """Whether the answer is about a CUDA card, here or not."""
+        return self.capability is not None
+
+    @property
+    def device_name(self) -> str:
+        """The device that policies are made for, as its driver names it."""
+        if self.gpu is not None:
+            return self.gpu.driver_names[0]
+        return self.name if self.stands_for_cuda else processor_name()
+
+    @property
+    def numerics(self) -> str:
+        """Where losses come from and what speed is worth, in a sentence."""
+        if self.timing == "measured":
+            return f"losses and speed measured on {self.device_name}"
+        where = "the CPU under CUDA's autocast rules" if self.device == "cpu" else torch.cuda.get_device_name()
+        return f"losses measured on {where}, speed predicted for {self.device_name}"
 
     @property
     def family(self) -> str:

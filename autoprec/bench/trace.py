@@ -69,11 +69,6 @@ class _Memory:
             self._next += 1
         return self._ids[key]
 
-    @property
-    def count(self) -> int:
-        """How many values have been numbered."""
-        return self._next
-
     def key(self, tensor: Tensor) -> int:
         """Identifies the memory a tensor lives in, while it is alive."""
         return self._key(tensor)
@@ -214,7 +209,9 @@ def trace_model(
         optimizer_state_bytes=optimizer_state_bytes,
     )
     layers = tuple(_layer(module, names[module], own[names[module][0]], stack.calls) for module in _by_use(names, own))
-    idle = tuple(sorted(n[0] for m, n in names.items() if n[0] not in own and next(m.parameters(recurse=False), None) is not None))
+    idle = tuple(
+        sorted(n[0] for m, n in names.items() if n[0] not in own and next(m.parameters(recurse=False), None) is not None)
+    )
     known = set(own)
     edges = tuple(edge for edge in recorder.edges() if edge.producer in known and edge.consumer in known)
     return Traced(layers, idle, edges, trace, figure)
@@ -225,9 +222,7 @@ def _by_use(names: dict[nn.Module, tuple[str, ...]], own: dict[str, list[Op]]) -
     return [module_of[name] for name in own]
 
 
-def _own_work(
-    ops: list[Op], names: dict[nn.Module, tuple[str, ...]], stack: LayerStack
-) -> tuple[dict[str, list[Op]], list[Op]]:
+def _own_work(ops: list[Op], names: dict[nn.Module, tuple[str, ...]], stack: LayerStack) -> tuple[dict[str, list[Op]], list[Op]]:
     """Forward work by layer, in order of first use; recomputed operations make a layer of a module that ran nowhere else."""
     own: dict[str, list[Op]] = {}
     known = {aliases[0] for aliases in names.values()}

@@ -21,7 +21,7 @@ from autoprec.runtime.scaler import needs_closure
 
 # The check's own step runs on at most so many samples of a batch on a CPU, where a whole batch may take minutes.
 _CHECK_SAMPLES_ON_CPU = 32
-DATA_HINT = "batches(batch_size, seed) must give an endless stream of CPU batches of batch_size samples, the same for one seed."
+_DATA_HINT = "batches(batch_size, seed) must give an endless stream of CPU batches of batch_size samples, the same for one seed."
 
 
 def check_workload(workload: Workload, device: str) -> Workload:
@@ -63,19 +63,14 @@ def take_batches(workload: Workload, seed: int, needed: int) -> list[Any]:
     Raises:
         WorkloadError: fewer came.
     """
-    stream = call_user("batches()", workload.batches, workload.batch_size, seed, hint=DATA_HINT)
-    taken: list[Any] = call_user("batches()", lambda: list(itertools.islice(stream, needed)), hint=DATA_HINT)
+    stream = call_user("batches()", workload.batches, workload.batch_size, seed, hint=_DATA_HINT)
+    taken: list[Any] = call_user("batches()", lambda: list(itertools.islice(stream, needed)), hint=_DATA_HINT)
     if len(taken) < needed:
-        raise ended_early(workload, seed, len(taken), needed)
+        raise WorkloadError(
+            f"batches({workload.batch_size}, seed={seed}) ended after {len(taken)} batches; {needed} are needed.",
+            hint="Make it endless: wrap its body in 'while True:', or return something that can be iterated again.",
+        )
     return taken
-
-
-def ended_early(workload: Workload, seed: int, came: int, needed: int) -> WorkloadError:
-    """The error for batches that end before a window does."""
-    return WorkloadError(
-        f"batches({workload.batch_size}, seed={seed}) ended after {came} batches; {needed} are needed.",
-        hint="Make it endless: wrap its body in 'while True:', or return something that can be iterated again.",
-    )
 
 
 def _check_batches(workload: Workload) -> tuple[Workload, Any]:

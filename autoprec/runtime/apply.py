@@ -35,11 +35,15 @@ class AppliedPolicy:
         self.model = model
         self._undos = undos
         self._scaler: PolicyScaler | None = None
+        self._anchor = _first_parameter(unwrap(model))
 
     @property
     def device_type(self) -> str:
         """Where the model's parameters are now: ``cuda``, ``cpu`` and so on."""
-        return device_type_of(unwrap(self.model))
+        entries, name = self._anchor
+        parameter = entries.get(name)
+        # Asked in every step: the first parameter answers at once unless it was replaced by something else.
+        return parameter.device.type if parameter is not None else device_type_of(unwrap(self.model))
 
     def autocast(self, *, cache_enabled: bool | None = None) -> contextlib.AbstractContextManager[Any]:
         """A fresh ambient autocast of the policy's default precision, for the forward pass and the loss.
@@ -86,6 +90,14 @@ class AppliedPolicy:
         """Undoes everything: classes, memory layout and process-wide flags are as before. A second call does nothing."""
         while self._undos:
             self._undos.pop()()
+
+
+def _first_parameter(model: nn.Module) -> tuple[dict[str, Any], str]:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                return module._parameters, name
+    return {}, ""
 
 
 def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> AppliedPolicy:
@@ -164,7 +176,6 @@ def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[
         island = Island(
             precision=precision,
             outside=island.outside,
-            member=island.member,
             cached=precision is None or HALF_DTYPES.get(precision) in (None, main),
             multiple=multiples.get(name, 0),
             slow_path=name in slow,
@@ -185,7 +196,7 @@ def _island(name: str, module: nn.Module, default: Precision, settings: dict[str
     # Below a pure boundary each module casts its own parameters, so that checkpointing recomputes it alike.
     computed = torch.nn.utils.parametrize.is_parametrized(module)
     if outside.endswith("_pure") and "parametrizations" not in name.split(".") and own_shapes(module) and (computed or not idle):
-        return Island(precision=outside, outside=outside, member=True)
+        return Island(precision=outside, outside=outside)
     return Island(outside=outside)
 
 

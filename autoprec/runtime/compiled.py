@@ -40,6 +40,12 @@ def compiled_model(model: nn.Module, execution: Execution) -> Callable[..., Any]
     return GraphedModel(model)
 
 
+class _Backward:
+    """A forward's backward: whether it ran. Gone when the autograd graph is."""
+
+    done = False
+
+
 class GraphedModel:
     """Calls a model through ``torch.compile(mode="reduce-overhead")``, which replays CUDA graphs.
 
@@ -55,7 +61,7 @@ class GraphedModel:
         self._ungraphed: Callable[..., Any] = torch.compile(model, dynamic=False)
         self._dynamic: Callable[..., Any] = torch.compile(model, dynamic=True)
         self._shapes: set[tuple[Any, ...]] = set()
-        self._pending: list[weakref.ref[torch.Tensor]] = []
+        self._pending: list[weakref.ref[_Backward]] = []
         self._own_grads: dict[int, weakref.ref[torch.Tensor]] = {}
         self._warned = False
 
@@ -118,19 +124,17 @@ class GraphedModel:
         return map_tensors(output, keep)
 
     def _await_backward(self, tensor: torch.Tensor) -> None:
-        reference = weakref.ref(tensor)
-        self._pending.append(reference)
-        owner = weakref.ref(self)
+        pending = _Backward()
+        self._pending.append(weakref.ref(pending))
 
         def done(_: torch.Tensor) -> None:
-            graphed = owner()
-            if graphed is not None and reference in graphed._pending:
-                graphed._pending.remove(reference)
+            pending.done = True
 
+        # The hook, and with it ``pending``, lives exactly as long as the autograd graph behind this output.
         tensor.register_hook(done)  # type: ignore[no-untyped-call]
 
     def _waits_for_backward(self) -> bool:
-        return any(reference() is not None for reference in self._pending)
+        return any((pending := reference()) is not None and not pending.done for reference in self._pending)
 
     def _keep_gradients(self) -> None:
         """Moves gradients that the backward graph owns into memory of their own, so that the next micro-batch adds to them."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -46,7 +47,6 @@ class Island:
     Attributes:
         precision: computes in this precision; None keeps the surroundings'.
         outside: precision around it; None for the root. Where it is None or fp32, outputs come back in float32.
-        member: part of a pure island further up rather than a boundary of its own.
         cached: may use autocast's weight-cast cache. Off where another half type in the model could have filled it: the cache
             is keyed by the weight alone.
         multiple: sizes are padded up to multiples of this; 0 for none.
@@ -57,7 +57,6 @@ class Island:
 
     precision: Precision | None = None
     outside: Precision | None = None
-    member: bool = False
     cached: bool = True
     multiple: int = 0
     slow_path: bool = False
@@ -138,7 +137,7 @@ def _lowered_properties(original: type[nn.Module]) -> dict[str, Any]:
 
 def _lowered_property(computed: property) -> property:
     def get(self: nn.Module) -> Any:
-        value = computed.__get__(self)
+        value = cast(Any, computed.fget)(self)
         dtype = self.__dict__.get(LOWERED)
         return value if dtype is None else value.to(dtype)
 
@@ -189,7 +188,7 @@ def _with_precision(inner: Run, island: Island) -> Run:
     if precision == "fp32":
         return _fp32(inner)
     dtype = HALF_DTYPES[precision]
-    run = _pure(inner, island, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
+    run = _pure(inner, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
     return _rising(run) if island.outside in (None, "fp32") else run
 
 
@@ -234,14 +233,12 @@ def _autocast(inner: Run, island: Island, dtype: torch.dtype) -> Run:
     return autocast
 
 
-def _pure(inner: Run, island: Island, dtype: torch.dtype) -> Run:
+def _pure(inner: Run, dtype: torch.dtype) -> Run:
     def to_half(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
 
-    deep = not island.member
-
     def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        undo = lower(self, dtype, deep=deep)
+        undo = lower(self, dtype)
         try:
             return inner(self, args, kwargs)
         finally:
@@ -280,12 +277,15 @@ def device_type_of(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[s
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter.device.type
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        return args[0].device.type
     # Floating arguments first: lengths and indices may stay on the CPU beside a model on a GPU.
-    tensors = list(iter_tensors((args, kwargs or {})))
+    tensors = iter_tensors((args, kwargs or {}))
     for tensor in tensors:
         if tensor.is_floating_point():
             return tensor.device.type
-    for tensor in (*module.parameters(), *tensors, *module.buffers()):
+    # One after the other, not all at once: the first parameter answers, and listing them all takes long in a large model.
+    for tensor in itertools.chain(module.parameters(), tensors, module.buffers()):
         return tensor.device.type
     return "cpu"
 

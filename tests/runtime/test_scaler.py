@@ -17,7 +17,6 @@ from autoprec.errors import PolicyError
 from autoprec.policy import LossScale, Policy
 from autoprec.runtime import AppliedPolicy, PolicyScaler
 
-
 _applied: list[AppliedPolicy] = []
 
 

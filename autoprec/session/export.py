@@ -1,0 +1,228 @@
+"""Stage 9: the policy with its evidence, the report, the table of trials, and the notes in the dashboard."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from autoprec import __version__
+from autoprec.policy import Evidence, Figures, Policy
+from autoprec.records import Candidate, Environment, Measurement, Verdict
+from autoprec.session.context import Context
+from autoprec.session.logbook import Logbook
+from autoprec.session.reference import reference_curve, twin_curve, twin_noise
+from autoprec.session.search import Found
+from autoprec.session.verification import RANK_BASELINE, RANK_STOCK, RANK_TF32, Verified
+from autoprec.tune.charts import Curve
+from autoprec.tune.choice import Arm, median_s
+from autoprec.tune.divergence import loss_gap
+from autoprec.tune.report import write_report
+from autoprec.tune.report_data import ReportData
+from autoprec.tune.review import write_notes
+from autoprec.tune.rows import TrialRow, rows_of
+from autoprec.tune.study import open_study
+from autoprec.tune.verdict import speed_ratio
+
+TUNED = "tuned"
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a tune ends in.
+
+    Attributes:
+        policy: the exported policy, evidence included.
+        verdict: of the policy; None where it is plain FP32, the reference itself.
+        arms: the final comparison, FP32 first.
+        chosen: name of the policy's arm.
+        worth_it: whether low precision (or TF32) beats FP32 beyond noise.
+        message: the outcome in words.
+        folder: the run's folder.
+    """
+
+    policy: Policy
+    verdict: Verdict | None
+    arms: tuple[Figures, ...]
+    chosen: str
+    worth_it: bool
+    message: str
+    folder: Path
+
+    @property
+    def policy_path(self) -> Path:
+        return self.folder / "policy.json"
+
+    @property
+    def study_path(self) -> Path:
+        return self.folder / "study.db"
+
+    @property
+    def report_path(self) -> Path:
+        return self.folder / "report.html"
+
+    @property
+    def trials_path(self) -> Path:
+        return self.folder / "trials.csv"
+
+
+def export(context: Context, found: Found, verified: Verified, logbook: Logbook) -> TuneResult:
+    """Writes policy.json, trials.csv, report.html, report.md and the dashboard's notes."""
+    context.progress.stage("export", 1)
+    chosen_name = TUNED if verified.chosen.rank >= RANK_BASELINE else verified.chosen.name
+    arms = _shown_arms(verified)
+    figures = tuple(_figures(context, arm, chosen_name if arm is verified.chosen else arm.name) for arm in arms)
+    policy = verified.chosen.policy.model_copy(update={"evidence": _evidence(context, verified, figures)})
+    worth_it = verified.chosen.rank >= RANK_TF32
+    message = _message(context, verified, chosen_name)
+    rows = trial_rows(context, found)
+    context.folder.save_policy(policy)
+    context.folder.write_trials(rows)
+    data = ReportData(
+        name=context.folder.path.name,
+        workload=str(context.settings.workload),
+        target=context.target.name,
+        speed_origin=context.target.timing,
+        numerics=context.target.numerics,
+        policy=policy,
+        look=context.look,
+        profile=found.profile,
+        trials=rows,
+        chosen_number=_number_of(context, verified.chosen.policy),
+        arms=figures,
+        tuned_arm=chosen_name,
+        stock_arm=stock.name if (stock := best_stock(verified)) else "stock AMP fp16",
+        fp32_arm="FP32",
+        verdict=verified.chosen.verdict,
+        noise_floor=twin_noise(context, context.plan.verify_seeds),
+        tolerance=context.settings.tolerance,
+        curves=_curves(context, verified, chosen_name),
+        stages=logbook.stages(),
+        not_worth_it="" if worth_it else message,
+        grad_clip=context.look.grad_clip,
+        environment=_environment(context),
+        command=shlex.join(["autoprec", *sys.argv[1:]]) if Path(sys.argv[0]).name == "autoprec" else "autoprec.tune(...)",
+        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        autoprec_version=__version__,
+        notes=tuple(context.folder.notes),
+    )
+    write_report(context.folder.path, data)
+    write_notes(context.folder.study_url, data)
+    context.progress.advance()
+    return TuneResult(policy, verified.chosen.verdict, figures, chosen_name, worth_it, message, context.folder.path)
+
+
+def trial_rows(context: Context, found: Found) -> tuple[TrialRow, ...]:
+    """A row for every evaluation of the run, with the study's parameters where it was a trial."""
+    stock = max((_speed(found.outcome(role)) for role in ("amp_fp16", "amp_bf16")), default=0.0)
+    study = open_study(context.folder.study_url)
+    params = {trial.number: trial.params for trial in study.get_trials(deepcopy=False)}
+    gaps = {candidate.number: gap for candidate in context.folder.candidates if (gap := _gap(context, candidate)) is not None}
+    return rows_of(context.folder.candidates, loss_gaps=gaps, stock_samples_per_s=stock or None, params=params)
+
+
+def best_stock(verified: Verified) -> Arm | None:
+    """The faster stock AMP that ran; None where neither did."""
+    return min((arm for arm in verified.arms if arm.rank == RANK_STOCK and arm.step_times_s), key=median_s, default=None)
+
+
+def _speed(outcome: object) -> float:
+    return outcome.samples_per_s if isinstance(outcome, Measurement) else 0.0
+
+
+def _gap(context: Context, candidate: Candidate) -> float | None:
+    seed = candidate.window.seed - context.settings.seed
+    outcome = candidate.outcome
+    if (
+        not isinstance(outcome, Measurement)
+        or seed >= context.plan.verify_seeds
+        or len(outcome.losses) > context.plan.verify_steps
+    ):
+        return None
+    return loss_gap(reference_curve(context, seed)[: len(outcome.losses)], outcome.losses)
+
+
+def _shown_arms(verified: Verified) -> list[Arm]:
+    """Stock set-ups first, then the rest by speed; the chosen arm last, where it is not a stock set-up."""
+    stock = [arm for arm in verified.arms if arm.rank <= RANK_STOCK]
+    rest = sorted(
+        (arm for arm in verified.arms if arm.rank > RANK_STOCK and arm is not verified.chosen), key=_order, reverse=True
+    )
+    return [*stock, *rest, *([verified.chosen] if verified.chosen.rank > RANK_STOCK else [])]
+
+
+def _order(arm: Arm) -> float:
+    return median_s(arm) if arm.step_times_s else float("inf")
+
+
+def _figures(context: Context, arm: Arm, name: str) -> Figures:
+    return Figures(
+        name=name,
+        samples_per_s=context.look.effective_batch / median_s(arm) if arm.step_times_s else None,
+        peak_bytes=arm.peak_bytes,
+        loss_gap=arm.verdict.loss_gap if arm.verdict else (0.0 if arm.rank == 0 else None),
+        speed_origin=arm.speed_origin,
+    )
+
+
+def _evidence(context: Context, verified: Verified, figures: tuple[Figures, ...]) -> Evidence:
+    chosen = verified.chosen
+    fp32 = next(arm for arm in verified.arms if arm.rank == 0)
+    stock = best_stock(verified)
+    ratio = speed_ratio(stock.useful_times_s, chosen.useful_times_s) if stock else (None, None, None)
+    return Evidence(
+        run=context.folder.path.name,
+        verdict=chosen.verdict.status if chosen.verdict else "passed",
+        speed_origin=chosen.speed_origin,
+        loss_gap=chosen.verdict.loss_gap if chosen.verdict else 0.0,
+        tolerance=context.settings.tolerance,
+        speedup_vs_fp32=speed_ratio(fp32.useful_times_s, chosen.useful_times_s)[0],
+        speedup_vs_stock_amp=ratio[0],
+        speedup_low=ratio[1],
+        speedup_high=ratio[2],
+        arms=figures,
+        note=chosen.verdict.text if chosen.verdict else "Plain FP32 is the reference itself.",
+    )
+
+
+def _message(context: Context, verified: Verified, name: str) -> str:
+    chosen = verified.chosen
+    fp32 = next(arm for arm in verified.arms if arm.rank == 0)
+    if chosen is fp32:
+        return (
+            "Not worth it here: no set-up that trains like FP32 is faster than FP32 beyond noise, so the policy is plain FP32."
+            + (" The host, not the GPU, is the limit." if fp32.host_bound else "")
+        )
+    against = speed_ratio(fp32.useful_times_s, chosen.useful_times_s)[0]
+    text = f"{name}: {against:.2f}x FP32"
+    stock = best_stock(verified)
+    if stock is not None and chosen is not stock:
+        ratio, low, high = speed_ratio(stock.useful_times_s, chosen.useful_times_s)
+        interval = f" ({low:.2f} to {high:.2f})" if chosen.speed_origin == "measured" else ""
+        text += f" and {ratio:.2f}x {stock.name}{interval}"
+    text += f", {chosen.speed_origin}. {chosen.verdict.text if chosen.verdict else ''}"
+    return text + (" The host, not the GPU, is the limit." if chosen.host_bound else "")
+
+
+def _number_of(context: Context, policy: Policy) -> int | None:
+    eager = policy.model_copy(update={"execution": "eager"}).setup_hash()
+    matches = [c for c in context.folder.candidates if c.policy.setup_hash() in (eager, policy.setup_hash())]
+    return next((c.number for c in matches if c.trial is not None), matches[0].number if matches else None)
+
+
+def _curves(context: Context, verified: Verified, chosen_name: str) -> tuple[Curve, ...]:
+    seeds = range(context.plan.verify_seeds)
+    curves = [Curve(name="FP32", losses=reference_curve(context, 0), style="reference")]
+    curves += [Curve(name=f"FP32 twin {seed + 1}", losses=twin_curve(context, seed), style="twin") for seed in seeds][:1]
+    shown = ((best_stock(verified), "stock", ""), (verified.chosen, "tuned", chosen_name))
+    for arm, style, name in shown:
+        outcome = context.folder.lookup(arm.policy, context.verify_window(0, "")) if arm else None
+        if arm and isinstance(outcome, Measurement) and arm.rank > 0:
+            curves.append(Curve(name=name or arm.name, losses=outcome.losses, style=style))
+    return tuple(curves)
+
+
+def _environment(context: Context) -> Environment:
+    return next(c.outcome.environment for c in context.folder.candidates if isinstance(c.outcome, Measurement))

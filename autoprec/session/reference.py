@@ -1,0 +1,59 @@
+"""Stage 2: how FP32 trains, and how far two FP32 runs differ.
+
+FP32 curves are windows like any other, so the run's folder is their memory: asking for a seed's curve again costs nothing.
+"""
+
+from __future__ import annotations
+
+from autoprec.errors import WorkloadError
+from autoprec.records import Failure, Window
+from autoprec.session.context import Context
+from autoprec.tune.divergence import noise_floor
+
+# Half a unit in the last place of float32: the smallest change that any reordering of FP32 sums makes anyway.
+# Source: IEEE 754 binary32 has a 24-bit significand, so rounding moves a value by up to 2^-24 of itself.
+ROUNDING = 2.0**-24
+
+
+def run_reference(context: Context) -> None:
+    """Trains FP32 (TF32 off) and a twin moved by rounding-size noise on every seed.
+
+    Raises:
+        WorkloadError: FP32 itself does not train.
+    """
+    seeds = context.plan.verify_seeds
+    context.progress.stage("reference", 2 * seeds)
+    for seed in range(seeds):
+        for curve in (reference_curve, twin_curve):
+            curve(context, seed)
+            context.progress.advance()
+    noise = twin_noise(context, seeds)
+    context.progress.found(
+        f"reference: FP32 on {seeds} seeds, {context.plan.verify_steps} steps; "
+        f"two FP32 runs differ by {noise:.2%} of the loss at the end of the window"
+    )
+
+
+def reference_curve(context: Context, seed: int) -> tuple[float, ...]:
+    """FP32 losses of the verification window of a seed, one a step."""
+    return _train(context, context.verify_window(seed, "reference"))
+
+
+def twin_curve(context: Context, seed: int) -> tuple[float, ...]:
+    """The same for a run whose initial weights were moved by rounding-size noise."""
+    return _train(context, context.verify_window(seed, "FP32 twin", perturbation=ROUNDING))
+
+
+def twin_noise(context: Context, seeds: int, steps: int | None = None) -> float:
+    """The noise floor over the first ``steps`` of the windows (all of them where None): FP32 against its twins."""
+    return noise_floor([(reference_curve(context, seed)[:steps], twin_curve(context, seed)[:steps]) for seed in range(seeds)])
+
+
+def _train(context: Context, window: Window) -> tuple[float, ...]:
+    outcome = context.evaluate(context.plain_policy("fp32"), window, role="reference")
+    if isinstance(outcome, Failure):
+        raise WorkloadError(
+            f"The FP32 reference run failed ({outcome.kind}): {outcome.message}",
+            hint="autoprec compares with FP32, so FP32 has to train: mend the workload (learning rate, data, batch size) first.",
+        )
+    return outcome.losses

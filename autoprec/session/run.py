@@ -1,0 +1,211 @@
+"""``tune``: every stage in order, from a model.py to a policy."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autoprec import __version__
+from autoprec.bench.bench import Bench
+from autoprec.bench.isolation import IsolatedBench
+from autoprec.bench.target import Target, resolve_target
+from autoprec.errors import AutoprecError
+from autoprec.policy import Batch, Policy
+from autoprec.records import Failure, Look, Window
+from autoprec.session.context import Context, Measuring, fingerprint_of
+from autoprec.session.export import TuneResult, export
+from autoprec.session.logbook import Logbook
+from autoprec.session.progress import Progress, Silent
+from autoprec.session.reference import run_reference
+from autoprec.session.search import run_search
+from autoprec.session.settings import (
+    DEFAULT_BUDGET_S,
+    DEFAULT_TOLERANCE,
+    DEFAULT_TRIALS,
+    ExecutionChoice,
+    Plan,
+    Settings,
+    plan_windows,
+)
+from autoprec.session.verification import run_verification
+from autoprec.tune.identity import Identity, default_path
+from autoprec.tune.run_folder import RunFolder, make_folder
+from autoprec.tune.space import SearchSpace, load_search_space, search_space_for
+
+PROBES = (Window(steps=3, warmup_steps=1, purpose="probe"), Window(steps=11, warmup_steps=1, purpose="probe"))
+MOST_BASELINES = 8
+
+
+class Interrupted(AutoprecError):
+    """Ctrl-C in the middle of a tune; what was measured is kept."""
+
+    exit_code = 130
+
+
+def tune(
+    workload: Any,
+    *,
+    gpu: str | None = None,
+    predict: bool = False,
+    trials: int = DEFAULT_TRIALS,
+    budget_s: float = DEFAULT_BUDGET_S,
+    out: str | Path | None = None,
+    execution: ExecutionChoice = "auto",
+    search_space: str | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    keep_fp32: tuple[str, ...] = (),
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> TuneResult:
+    """Finds the fastest mixed-precision set-up of a workload that trains like FP32.
+
+    Args:
+        workload: path of a model.py, ``path.py:object``, ``package.module:object``, or an object with the same attributes. It is
+            the user's own code and runs as such; given as text it runs in a process of its own, which may die without harm.
+        gpu: a card's name, ``cpu``, or None for the CUDA device that is here.
+        predict: allow predicted speed when another CUDA card is here than the one named.
+        trials: study trials beyond the baselines.
+        budget_s: wall time to plan for, in seconds.
+        out: the run's folder; None is ``reports/<model>-<gpu>``. An equal run in it is carried on.
+        execution: ``auto`` also tries torch.compile and CUDA graphs where the speed is measured on CUDA.
+        search_space: a packaged name or the path of a TOML file.
+        tolerance: relative loss gap to FP32 that passes, unless the noise floor is larger.
+        keep_fp32: patterns of layer names to keep in FP32.
+        seed: of the search and of the first window.
+        progress: is told what happens; None is silent.
+
+    Returns:
+        The result with its policy, already written to the folder.
+
+    Raises:
+        UserError: something given is wrong; nothing already measured is lost.
+    """
+    settings = Settings(
+        workload=workload,
+        gpu=gpu,
+        predict=predict,
+        trials=trials,
+        budget_s=budget_s,
+        out=Path(out) if out is not None else None,
+        execution=execution,
+        search_space=search_space,
+        tolerance=tolerance,
+        seed=seed,
+        keep_fp32=tuple(keep_fp32),
+    )
+    return run_tune(settings, progress or Silent())
+
+
+def run_tune(settings: Settings, progress: Progress) -> TuneResult:
+    """Runs a tune as the settings say; see ``tune``."""
+    started_s = time.monotonic()
+    target = resolve_target(settings.gpu, predict=settings.predict)
+    search_space = _search_space(settings, target)
+    path = settings.out or default_path(workload_name(settings.workload), target.name)
+    make_folder(path)
+    logbook = Logbook(progress)
+    with _bench(settings.workload, target, path) as bench:
+        look = _look(bench, target, logbook)
+        with RunFolder.open(path, _identity(settings, target, look, search_space)) as folder:
+            try:
+                plan = _plan(settings, target, bench, folder, look)
+                context = Context(settings, target, bench, look, plan, folder, logbook, started_s)
+                run_reference(context)
+                found = run_search(context, search_space)
+                return export(context, found, run_verification(context, found), logbook)
+            except KeyboardInterrupt:
+                trials = sum(candidate.trial is not None for candidate in folder.candidates)
+                raise Interrupted(
+                    f"Stopped. {trials} finished trials and {len(folder.candidates)} windows in all are kept in {path}.",
+                    hint="Run the same command again to go on from there.",
+                ) from None
+
+
+def workload_name(workload: Any) -> str:
+    """The name of a run's workload: the file's stem, the module's last part, or the object's own name."""
+    if isinstance(workload, str | Path):
+        head, _, tail = str(workload).partition(":")
+        return Path(head).stem if head.endswith(".py") or "/" in head else (tail or head).rpartition(".")[2]
+    return str(getattr(workload, "__name__", type(workload).__name__))
+
+
+@contextlib.contextmanager
+def _bench(workload: Any, target: Target, folder: Path) -> Iterator[Measuring]:
+    """A worker process for workloads given as text; objects cannot travel to another process and run in this one."""
+    if not isinstance(workload, str | Path):
+        yield Bench(workload, target)
+        return
+    bench = IsolatedBench(str(workload), target, make=Bench, log_path=folder / "worker.log")
+    try:
+        yield bench
+    finally:
+        bench.close()
+
+
+def _look(bench: Measuring, target: Target, logbook: Logbook) -> Look:
+    logbook.stage("look", 1)
+    look = bench.look()
+    logbook.advance()
+    logbook.found(
+        f"look: {len(look.layers)} layers, {look.num_parameters:,} parameters, {look.matmul_share:.0%} of an FP32 step in "
+        f"matmuls and convolutions; batch of {look.effective_batch}; FP32 loss {look.loss:.4g}; {target.numerics}"
+    )
+    for remark in (look.unsplittable, look.forbids_fp16):
+        if remark:
+            logbook.found(f"look: {remark}")
+    return look
+
+
+def _search_space(settings: Settings, target: Target) -> SearchSpace:
+    if settings.search_space is not None:
+        return load_search_space(settings.search_space, keep_fp32=settings.keep_fp32)
+    packaged = search_space_for(target.capability or "cpu")
+    return load_search_space(packaged.family, keep_fp32=settings.keep_fp32)
+
+
+def _identity(settings: Settings, target: Target, look: Look, search_space: SearchSpace) -> Identity:
+    return Identity(
+        workload=str(settings.workload),
+        workload_sha256=look.workload_sha256,
+        layer_list_sha256=fingerprint_of(look).layer_list_sha256,
+        search_space_sha256=hashlib.sha256(search_space.model_dump_json().encode()).hexdigest(),
+        target=f"{target.name} ({target.timing})",
+        torch_version=look.torch_version,
+        settings={"tolerance": settings.tolerance, "execution": settings.execution, "seed": settings.seed},
+        budget={"trials": settings.trials, "budget_s": settings.budget_s},
+        command=shlex.join(sys.argv),
+        autoprec_version=__version__,
+    )
+
+
+def _plan(settings: Settings, target: Target, bench: Measuring, folder: RunFolder, look: Look) -> Plan:
+    """The window lengths: those of the folder's earlier session, so that its samples count, or from the time of a probe."""
+    known = folder.load_stage("plan", Plan)
+    if known is not None:
+        return known
+    batch = Batch(effective=look.effective_batch, micro=look.effective_batch)
+    policy = Policy(default="fp32", batch=batch, fingerprint=fingerprint_of(look))
+    # The first window pays for loading kernels and making batches; the others show by the clock what a step and a window cost.
+    _probe_s(bench, policy, PROBES[1])
+    short_s, long_s = (_probe_s(bench, policy, probe) for probe in PROBES)
+    step_s = max(long_s - short_s, 0.0) / (PROBES[1].steps - PROBES[0].steps)
+    overhead_s = max(short_s - step_s * PROBES[0].steps, 0.0)
+    on_cuda = target.device == "cuda"
+    plan = plan_windows(step_s, overhead_s, settings, num_baselines=MOST_BASELINES, on_cuda=on_cuda)
+    folder.save_stage("plan", plan)
+    return plan
+
+
+def _probe_s(bench: Measuring, policy: Policy, probe: Window) -> float:
+    """Wall seconds of a window, speed prediction or not."""
+    start_s = time.monotonic()
+    outcome = bench.window(policy, probe)
+    if isinstance(outcome, Failure):
+        raise AutoprecError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
+    return time.monotonic() - start_s

@@ -1,0 +1,244 @@
+"""Stages 3 to 7: baselines, profile, assignment fronts, the study, and the repair of a fast plan that diverges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoprec.policy import LossScale, Policy, Precision, Reason
+from autoprec.records import Candidate, Failure, Measurement, Outcome, Profile, Window
+from autoprec.session.context import Context
+from autoprec.session.reference import reference_curve, twin_noise
+from autoprec.tune.assignment import Assignment, assess, exceptions_of, harm_of
+from autoprec.tune.baselines import baseline_policies
+from autoprec.tune.repair import smallest_repair
+from autoprec.tune.space import SearchSpace, allowed_precisions
+from autoprec.tune.study import run_study
+from autoprec.tune.study_space import StudySpace
+from autoprec.tune.yardstick import Yardstick
+
+# A repair that needs more windows than this costs more than it gains; the front's safer points remain. Own choice.
+MAX_REPAIR_WINDOWS = 16
+# One seed says little, so a trial may depart this many times as far as a verified policy. Own choice; verification decides.
+TRIAL_SLACK = 3.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the search leaves for verification.
+
+    Attributes:
+        candidates: every evaluated trial, baselines included.
+        baselines: policies by role.
+        yardstick: what trials were held against.
+        profile: of the layers.
+        space: the bound search space.
+    """
+
+    candidates: tuple[Candidate, ...]
+    baselines: dict[str, Policy]
+    yardstick: Yardstick
+    profile: Profile
+    space: StudySpace
+
+    def outcome(self, role: str) -> Outcome | None:
+        """What came of a baseline."""
+        return next((c.outcome for c in self.candidates if c.role == role), None)
+
+
+def run_search(context: Context, search_space: SearchSpace) -> Found:
+    """Profiles the layers, solves the fronts, and runs the study with the baselines first."""
+    profile = run_profile(context)
+    target = context.target
+    space = StudySpace.bind(
+        search_space,
+        context.look,
+        profile,
+        precisions=target.precisions,
+        cuda=target.stands_for_cuda,
+        capability=target.capability,
+        device_name=target.device_name,
+    )
+    baselines = baseline_policies(
+        context.look,
+        target.precisions,
+        cuda=target.stands_for_cuda,
+        capability=target.capability,
+        fingerprint=space.fingerprint,
+    )
+    context.progress.found(
+        "front: "
+        + "; ".join(f"{dtype}: {len({plan.key() for plan in plans})} assignments" for dtype, plans in space.plans.items())
+    )
+    window = context.trial_window()
+    # The trial window is the start of the first verification window: same seed, same data, so FP32 need not run again.
+    yardstick = Yardstick(
+        reference_losses=reference_curve(context, 0)[: window.steps],
+        noise_floor=twin_noise(context, context.plan.verify_seeds, window.steps),
+        tolerance=TRIAL_SLACK * context.settings.tolerance,
+        memory_limit_bytes=target.memory_limit_bytes,
+    )
+    candidates = _study(context, space, yardstick, baselines)
+    found = Found(tuple(candidates), baselines, yardstick, profile, space)
+    repaired = _repairs(context, found, search_space)
+    if repaired:
+        candidates = _study(context, space, yardstick, {**baselines, **repaired}, trials=0)
+    return Found(tuple(candidates), baselines, yardstick, profile, space)
+
+
+def run_profile(context: Context) -> Profile:
+    """Costs and risks of every layer; read from the folder where an earlier session measured them."""
+    context.progress.stage("profile", 1)
+    profile = context.folder.load_profile()
+    if profile is None:
+        profile = context.bench.profile(context.target.precisions)
+        context.folder.save_profile(profile)
+    context.progress.advance()
+    pinned = [p.layer or "(root)" for p in profile.layers if any(risk.hard and risk.precision == "fp16" for risk in p.risks)]
+    named = f": {', '.join(pinned[:4])}{' ...' if len(pinned) > 4 else ''}" if pinned else ""
+    context.progress.found(
+        f"profile: {len(profile.layers)} layers in {profile.cost_s:.1f} s; {len(pinned)} cannot run in fp16{named}"
+    )
+    return profile
+
+
+def _study(
+    context: Context,
+    space: StudySpace,
+    yardstick: Yardstick,
+    baselines: Mapping[str, Policy],
+    trials: int | None = None,
+) -> list[Candidate]:
+    """Runs the study until ``trials`` beyond the baselines are finished, or the study's share of the time is over."""
+    total = len(baselines) + (context.settings.trials if trials is None else trials)
+    if trials is None:
+        context.progress.stage("study", total)
+
+    def on_trial(candidate: Candidate, best: Candidate | None) -> None:
+        context.folder.record(candidate.role, candidate.policy, candidate.window, candidate.outcome, trial=candidate.trial)
+        context.progress.advance(_best_text(best))
+
+    earlier = [candidate for candidate in context.folder.candidates if candidate.trial is not None]
+    candidates = run_study(
+        space,
+        lambda policy, window: _evaluate(context, policy, window),
+        yardstick,
+        window=context.trial_window(),
+        baselines=baselines,
+        trials=total,
+        storage=context.folder.study_url,
+        seed=context.settings.seed,
+        earlier=earlier,
+        on_trial=on_trial,
+        should_stop=(lambda: context.study_time_is_over()) if trials is None else (lambda: False),
+    )
+    feasible = sum(yardstick.feasible(candidate.outcome) for candidate in candidates)
+    if trials is None:
+        context.progress.found(
+            f"study: {len(candidates)} trials, {feasible} within the limits; {_best_text(_best(candidates, yardstick))}"
+        )
+    return candidates
+
+
+def _evaluate(context: Context, policy: Policy, window: Window) -> Outcome:
+    # Recorded by the caller, with the trial's number.
+    known = context.folder.lookup(policy, window)
+    return known if known is not None else context.bench.window(policy, window)
+
+
+def _best(candidates: Sequence[Candidate], yardstick: Yardstick) -> Candidate | None:
+    feasible = [c for c in candidates if isinstance(c.outcome, Measurement) and yardstick.feasible(c.outcome)]
+    return max(feasible, key=lambda c: _speed(c.outcome), default=None)
+
+
+def _best_text(best: Candidate | None) -> str:
+    return f"best {_speed(best.outcome):,.0f} samples/s ({best.role})" if best else "nothing within the limits yet"
+
+
+def _speed(outcome: Outcome) -> float:
+    return outcome.samples_per_s if isinstance(outcome, Measurement) else 0.0
+
+
+def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[str, Policy]:
+    """A repaired policy by role for every compute type whose fastest plan diverges; empty where none does."""
+    allowed, _ = allowed_precisions(search_space, context.look, context.target.precisions)
+    repaired: dict[str, Policy] = {}
+    for dtype, plans in found.space.plans.items():
+        base = _base_policy(found, dtype)
+        if dtype == "fp32" or base is None:
+            continue
+        policy = _with_plan(base, plans[-1], found)
+        outcome = context.evaluate(policy, context.trial_window("repair"), role="repair")
+        if found.yardstick.feasible(outcome) or not _lies_in_layers(outcome):
+            continue
+        context.progress.stage(f"repair of {dtype}", MAX_REPAIR_WINDOWS)
+        mended = _repair(context, found, policy, plans[-1], outcome, allowed)
+        if mended is not None:
+            repaired[f"repaired_{dtype}"] = mended
+    return repaired
+
+
+def _lies_in_layers(outcome: Outcome) -> bool:
+    """Whether other precisions could cure it: memory, a hang and a crash are not numerics."""
+    return not isinstance(outcome, Failure) or outcome.kind in ("diverged", "scale_collapsed", "unsupported")
+
+
+def _base_policy(found: Found, dtype: Precision) -> Policy | None:
+    """The outer knobs to repair under: those of the fastest trial of the compute type, with a loss scale of the space."""
+    of_dtype = [c for c in found.candidates if dtype in (c.policy.default, *c.policy.precisions().values())]
+    if not of_dtype:
+        return None
+    policy = max(of_dtype, key=lambda c: _speed(c.outcome)).policy
+    scales = found.space.params().get("init_scale", ())
+    if not policy.needs_loss_scale or policy.loss_scale.init in scales or not scales:
+        return policy
+    return policy.model_copy(update={"loss_scale": LossScale(init=scales[len(scales) // 2])})
+
+
+def _with_plan(base: Policy, plan: Assignment, found: Found, reasons: Mapping[str, Reason] | None = None) -> Policy:
+    settings = exceptions_of(
+        plan.precisions, plan.default, profile=found.profile, look=found.space.look, pinned=found.space.pinned
+    )
+    for name, reason in (reasons or {}).items():
+        if name in settings:
+            settings[name] = settings[name].model_copy(update={"reason": reason})
+    return base.model_copy(update={"default": plan.default, "layers": settings})
+
+
+def _repair(
+    context: Context,
+    found: Found,
+    policy: Policy,
+    plan: Assignment,
+    failed: Outcome,
+    allowed: Mapping[str, Sequence[Precision]],
+) -> Policy | None:
+    profiles = {profile.layer: profile for profile in found.profile.layers}
+    low = [name for name, precision in plan.precisions.items() if precision != "fp32"]
+    culprit = failed.layer if isinstance(failed, Failure) else None
+    order = sorted(low, key=lambda name: (name != culprit, -harm_of(profiles.get(name), plan.precisions[name])))
+
+    def lifted(precisions: Mapping[str, Precision]) -> Assignment:
+        merged = {**plan.precisions, **precisions}
+        return assess(merged, merged.get("", plan.default), context.look, found.profile)
+
+    def passes(precisions: Mapping[str, Precision]) -> bool:
+        outcome = context.evaluate(_with_plan(policy, lifted(precisions), found), context.trial_window("repair"), role="repair")
+        context.progress.advance()
+        return found.yardstick.feasible(outcome)
+
+    soft: Precision | None = "bf16" if "bf16" in context.target.precisions and plan.default != "bf16" else None
+    repair = smallest_repair(order, passes, allowed=allowed, soft=soft, max_evaluations=MAX_REPAIR_WINDOWS)
+    if repair is None:
+        context.progress.found("repair: lifting every layer of the fastest plan does not cure it")
+        return None
+    precisions, lift = repair
+    what = f"{failed.kind}: {failed.message}" if isinstance(failed, Failure) else f"loss gap {found.yardstick.gap(failed):+.1%}"
+    context.progress.found(f"repair: {len(precisions)} layers lifted after {lift.evaluations} windows: {', '.join(precisions)}")
+    reasons = {
+        name: Reason(
+            kind="divergence", text=f"in {plan.precisions[name]} the training window failed ({what}); lifted it tracks FP32"
+        )
+        for name in precisions
+    }
+    return _with_plan(policy, lifted(precisions), found, reasons)

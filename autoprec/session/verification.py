@@ -1,0 +1,234 @@
+"""Stage 8: finalists and baselines against FP32 on several seeds, and against each other by the clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autoprec.policy import Execution, Policy
+from autoprec.records import Failure, Measurement, Outcome, Verdict, Window
+from autoprec.session.context import Context
+from autoprec.session.reference import reference_curve, twin_noise
+from autoprec.session.search import Found
+from autoprec.tune.choice import Arm, choose, median_s
+from autoprec.tune.divergence import loss_gap
+from autoprec.tune.front import finalists, kind_of, score
+from autoprec.tune.verdict import judge
+
+NUM_FINALISTS = 3
+# Seeds are added while a verdict is inconclusive, up to this many. Own choice: the interval shrinks with the root of the number.
+MAX_SEEDS = 6
+# Extra seeds run only while more than this share of the budget is left.
+EXTRA_SEEDS_SHARE = 0.25
+# Compiling starts only while this much wall time is left. Source: ResNet-50 took 43 s to compile on an H200 (torch 2.11).
+COMPILE_NEEDS_S = 45.0
+# A compiled window may take this much longer than an eager one.
+COMPILE_TIMEOUT_S = 300.0
+BASELINE_NAMES = {
+    "fp32": "FP32",
+    "fp32_tf32": "FP32 + TF32",
+    "amp_fp16": "stock AMP fp16",
+    "amp_bf16": "stock AMP bf16",
+}
+EXECUTION_NAMES: dict[Execution, str] = {"eager": "", "compile": ", compiled", "compile_cudagraphs": ", CUDA graphs"}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The final comparison: every arm, and the one that became the policy."""
+
+    arms: tuple[Arm, ...]
+    chosen: Arm
+
+
+def run_verification(context: Context, found: Found) -> Verified:
+    """Verifies numerics, times the arms against each other, tries execution modes, and chooses."""
+    contenders = _contenders(context, found)
+    context.progress.stage("verification", (len(contenders) - 1) * context.plan.verify_seeds)
+    checked = {name: _verified(context, name, policy, rank) for name, (policy, rank) in contenders.items()}
+    arms = _timed(context, checked)
+    if context.compiles:
+        arms += _compiled_arms(context, arms)
+    if context.settings.execution == "compile" and any(arm.eligible for arm in arms if arm.policy.execution != "eager"):
+        chosen = choose([arm for arm in arms if arm.policy.execution != "eager"])
+    else:
+        chosen = choose(arms)
+    return Verified(tuple(arms), chosen)
+
+
+RANK_FP32, RANK_TF32, RANK_STOCK, RANK_BASELINE, RANK_TUNED, RANK_COMPILED = range(6)
+
+
+def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]:
+    """Policies to compare, with how far each is from plain FP32."""
+    ranks = {"fp32": RANK_FP32, "fp32_tf32": RANK_TF32, "amp_fp16": RANK_STOCK, "amp_bf16": RANK_STOCK}
+    contenders = {BASELINE_NAMES[role]: (found.baselines[role], rank) for role, rank in ranks.items() if role in found.baselines}
+    known = {policy.setup_hash() for policy, _ in contenders.values()}
+    for number, item in enumerate(finalists(score(found.candidates, found.yardstick), NUM_FINALISTS + len(contenders))):
+        policy = item.candidate.policy
+        if policy.setup_hash() in known or sum(rank >= RANK_BASELINE for _, rank in contenders.values()) >= NUM_FINALISTS:
+            continue
+        known.add(policy.setup_hash())
+        is_baseline = item.candidate.role in found.baselines
+        name = item.candidate.role.replace("_", " ") if is_baseline else f"finalist {number + 1} (trial {item.candidate.number})"
+        contenders[name] = (policy, RANK_BASELINE if is_baseline else RANK_TUNED)
+    return contenders
+
+
+def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[Arm, Outcome]:
+    """An arm with its verdict and the outcome of its first seed."""
+    if rank == RANK_FP32:
+        outcome: Outcome = context.evaluate(policy, context.verify_window(0, "reference"), role="reference")
+        return _arm(context, name, policy, rank, outcome, None), outcome
+    outcomes = []
+    for seed in range(context.plan.verify_seeds):
+        outcomes.append(context.evaluate(policy, context.verify_window(seed, f"verification of {name}"), role="verification"))
+        context.progress.advance()
+        if isinstance(outcomes[-1], Failure):
+            break
+    verdict = _judged(context, outcomes)
+    while _may_clear(context, rank, verdict) and len(outcomes) < MAX_SEEDS:
+        window = context.verify_window(len(outcomes), f"verification of {name}")
+        outcomes.append(context.evaluate(policy, window, role="verification"))
+        verdict = _judged(context, outcomes)
+    first = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), outcomes[0])
+    context.progress.found(f"{name}: {verdict.text if verdict else _why(first)}")
+    return _arm(context, name, policy, rank, first, verdict), outcomes[0]
+
+
+def _may_clear(context: Context, rank: int, verdict: Verdict | None) -> bool:
+    """Whether more seeds are worth their time: for what may become the policy, while the budget lasts."""
+    unclear = verdict is not None and verdict.status == "inconclusive"
+    return unclear and rank >= RANK_BASELINE and not context.study_time_is_over(EXTRA_SEEDS_SHARE)
+
+
+def _judged(context: Context, outcomes: Iterable[Outcome]) -> Verdict | None:
+    """The verdict over the seeds; None where a window failed."""
+    gaps = []
+    for seed, outcome in enumerate(outcomes):
+        if isinstance(outcome, Failure):
+            return None
+        gaps.append(loss_gap(reference_curve(context, seed)[: len(outcome.losses)], outcome.losses))
+    noise = twin_noise(context, context.plan.verify_seeds)
+    return judge(gaps, noise, tolerance=context.settings.tolerance, noise_pairs=context.plan.verify_seeds)
+
+
+def _why(outcome: Outcome) -> str:
+    if not isinstance(outcome, Failure):
+        return ""
+    where = f" in {outcome.layer}" if outcome.layer else ""
+    return f"{outcome.kind}{where}: {outcome.message}"
+
+
+def _arm(context: Context, name: str, policy: Policy, rank: int, outcome: Outcome, verdict: Verdict | None) -> Arm:
+    if isinstance(outcome, Failure):
+        return Arm(name=name, policy=policy, rank=rank, speed_origin=context.target.timing, failure=_why(outcome))
+    return Arm(
+        name=name,
+        policy=policy,
+        rank=rank,
+        step_times_s=outcome.step_times_s,
+        useful_share=_useful_share(outcome),
+        speed_origin=outcome.speed_origin,
+        peak_bytes=outcome.peak_bytes,
+        verdict=verdict,
+        host_bound=outcome.host_bound,
+    )
+
+
+def _useful_share(measurement: Measurement) -> float:
+    """Share of steps that did work, counted over the second half: a scale that settles at the start costs a long run nothing."""
+    if not measurement.losses:
+        return 1.0
+    return max(0.0, 1.0 - measurement.late_skipped_steps / max(len(measurement.losses) - len(measurement.losses) // 2, 1))
+
+
+def _timed(context: Context, checked: Mapping[str, tuple[Arm, Outcome]]) -> list[Arm]:
+    """The arms with step times that can be compared: interleaved in one process where they are measured."""
+    arms = [arm for arm, _ in checked.values()]
+    if context.target.timing == "predicted":
+        return arms
+    context.progress.stage("timing", 1)
+    runnable = [arm for arm in arms if not arm.failure]
+    outcomes = context.bench.interleave(tuple(arm.policy for arm in runnable), context.timing_window())
+    context.progress.advance()
+    timed = dict(zip((arm.name for arm in runnable), outcomes, strict=True))
+    for arm in runnable:
+        context.folder.record("timing", arm.policy, context.timing_window(), timed[arm.name])
+    return [_retimed(arm, timed[arm.name]) if arm.name in timed else arm for arm in arms]
+
+
+def _retimed(arm: Arm, outcome: Outcome) -> Arm:
+    if isinstance(outcome, Failure):
+        return arm.model_copy(update={"step_times_s": (), "failure": _why(outcome)})
+    return arm.model_copy(update={"step_times_s": outcome.step_times_s, "host_bound": outcome.host_bound})
+
+
+def _compiled_arms(context: Context, arms: list[Arm]) -> list[Arm]:
+    """Finalists of different kinds and the better stock AMP, compiled; each timed against the best eager arm."""
+    eager = sorted((arm for arm in arms if arm.eligible), key=median_s)
+    anchor = eager[0]
+    variants = _variants(eager, [arm for arm in eager if arm.rank == RANK_STOCK])
+    context.progress.stage("execution", len(variants))
+    made: list[Arm] = []
+    for arm, execution in variants:
+        if context.time_left_s < COMPILE_NEEDS_S and made:
+            context.progress.found(f"execution: {arm.name}{EXECUTION_NAMES[execution]} left out, no time for another compile")
+            continue
+        made.append(_compiled(context, anchor, arm, execution))
+        context.progress.advance()
+    # The fastest is verified first; a slower one is only looked at where it fails.
+    result: list[Arm] = []
+    for arm in sorted(made, key=lambda arm: median_s(arm) if arm.step_times_s else float("inf")):
+        if arm.step_times_s and not any(done.eligible for done in result):
+            arm = _verify_compiled(context, arm)
+        result.append(arm)
+    return result
+
+
+def _variants(eager: list[Arm], stock: list[Arm]) -> list[tuple[Arm, Execution]]:
+    """What to compile, the most promising first: CUDA graphs of each kind, then plain compile of the fastest and of stock AMP."""
+    kinds: dict[tuple[str, bool], Arm] = {}
+    for arm in eager:
+        kinds.setdefault(kind_of(arm.policy), arm)
+    heads = sorted(kinds.values(), key=median_s)
+    low = [arm for arm in heads if kind_of(arm.policy)[0] != "fp32"][:2] or heads[:1]
+    variants: list[tuple[Arm, Execution]] = [(arm, "compile_cudagraphs") for arm in low]
+    variants.append((low[0], "compile"))
+    variants += [(arm, "compile") for arm in stock[:1] if arm.name != low[0].name]
+    if eager[0].host_bound:
+        variants += [(arm, "compile_cudagraphs") for arm in heads if arm not in low][:1]
+    return variants
+
+
+def _compiled(context: Context, anchor: Arm, arm: Arm, execution: Execution) -> Arm:
+    name = f"{arm.name}{EXECUTION_NAMES[execution]}"
+    policy = arm.policy.model_copy(update={"execution": execution})
+    window = context.timing_window(extra_timeout_s=COMPILE_TIMEOUT_S)
+    base, outcome = context.bench.interleave((anchor.policy, policy), window)
+    context.folder.record("timing", policy, window, outcome)
+    made = _arm(context, name, policy, RANK_COMPILED, outcome, None)
+    if isinstance(base, Failure) or made.failure:
+        context.progress.found(f"{name}: {made.failure or _why(base)}")
+        return made.model_copy(update={"step_times_s": ()})
+    # Both ran interleaved, so the anchor's own drift between the two timings is taken out.
+    drift = median_s(anchor) / base.step_s
+    context.progress.found(f"{name}: {base.step_s / median_s(made):.2f}x the best eager arm")
+    return made.model_copy(
+        update={"step_times_s": tuple(time_s * drift for time_s in made.step_times_s), "peak_bytes": arm.peak_bytes}
+    )
+
+
+def _verify_compiled(context: Context, arm: Arm) -> Arm:
+    """Numerics of the compiled model itself on every seed; its kernels are kept in the cache, so this compiles only once more."""
+    outcomes: list[Outcome] = []
+    for seed in range(context.plan.verify_seeds):
+        window: Window = context.verify_window(seed, f"verification of {arm.name}", extra_timeout_s=COMPILE_TIMEOUT_S)
+        outcomes.append(context.evaluate(arm.policy, window, role="verification"))
+        if isinstance(outcomes[-1], Failure):
+            context.progress.found(f"{arm.name}: {_why(outcomes[-1])}")
+            return arm.model_copy(update={"failure": _why(outcomes[-1]), "step_times_s": ()})
+    verdict = _judged(context, outcomes)
+    peaks = [outcome.peak_bytes for outcome in outcomes if isinstance(outcome, Measurement)]
+    context.progress.found(f"{arm.name}: {verdict.text if verdict else ''}")
+    return arm.model_copy(update={"verdict": verdict, "peak_bytes": max(peaks, default=arm.peak_bytes)})

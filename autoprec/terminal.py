@@ -1,0 +1,134 @@
+"""What a person sees in the terminal: progress, the final table, a policy in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from autoprec.bench.gpus import Gpu
+from autoprec.policy import Figures
+from autoprec.session import TuneResult
+
+
+class TerminalProgress:
+    """A progress bar with stage, windows done, best so far and time; plain lines where the output is not a terminal."""
+
+    def __init__(self, console: Console, budget_s: float) -> None:
+        self._console = console
+        self._budget_s = budget_s
+        self._start_s = time.monotonic()
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}", style="dim"),
+            TextColumn("{task.fields[best]}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task: TaskID | None = None
+        self._name, self._best, self._done, self._total = "", "", 0, 0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._bar.stop()
+
+    def stage(self, name: str, total: int) -> None:
+        """Starts a new bar for the stage."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(name, total=max(total, 1), left=self._left(), best="")
+        self._name, self._best, self._done, self._total = name, "", 0, total
+        if not self._console.is_terminal:
+            self._console.print(f"{name} ...", highlight=False)
+
+    def advance(self, text: str = "") -> None:
+        """Moves the bar by one window."""
+        self._done += 1
+        if self._task is not None:
+            self._best = text or self._best
+            self._bar.update(self._task, advance=1, left=self._left(), best=self._best)
+        # Ten lines a stage are enough for a log.
+        every = max(1, self._total // 10)
+        if not self._console.is_terminal and (self._done % every == 0 or self._done == self._total):
+            self._console.print(f"  {self._name}: {self._done}/{self._total}  {text}".rstrip(), highlight=False, markup=False)
+
+    def found(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._console.print(text, highlight=False, markup=False)
+
+    def _left(self) -> str:
+        left_s = self._budget_s - (time.monotonic() - self._start_s)
+        return f"about {left_s / 60:.1f} min left" if left_s > 0 else "over the planned time"
+
+
+def figures_table(arms: tuple[Figures, ...], chosen: str) -> Table:
+    """The comparison a tune ends in: throughput, ratios, loss gap and memory of every arm."""
+    origins = " and ".join(sorted({arm.speed_origin for arm in arms}))
+    table = Table(title=f"Training speed ({origins}) and loss against FP32", title_justify="left")
+    for heading in ("set-up", "samples/s", "x FP32", "x AMP", "loss gap", "MiB"):
+        table.add_column(heading, justify="left" if heading == "set-up" else "right", no_wrap=heading != "set-up")
+    speeds = {arm.name: arm.samples_per_s for arm in arms}
+    stock = max((speed for name, speed in speeds.items() if name.startswith("stock AMP") and speed), default=None)
+    for arm in arms:
+        table.add_row(
+            arm.name,
+            f"{arm.samples_per_s:,.0f}" if arm.samples_per_s else "failed",
+            _ratio(arm.samples_per_s, speeds.get("FP32")),
+            _ratio(arm.samples_per_s, stock),
+            f"{arm.loss_gap:+.2%}" if arm.loss_gap is not None else "-",
+            f"{arm.peak_bytes / 2**20:,.0f}" if arm.peak_bytes else "-",
+            style="bold green" if arm.name == chosen else None,
+        )
+    table.caption = "x AMP: against the faster stock AMP. MiB: peak memory."
+    table.caption_justify = "left"
+    return table
+
+
+def _ratio(value: float | None, base: float | None) -> str:
+    return f"{value / base:.2f}" if value and base else "-"
+
+
+def print_result(console: Console, result: TuneResult) -> None:
+    """Prints the table, the verdict and where everything is."""
+    console.print()
+    console.print(figures_table(result.arms, result.chosen))
+    console.print(result.message, highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    for label, path in (
+        ("policy", result.policy_path),
+        ("study", result.study_path),
+        ("report", result.report_path),
+        ("trials", result.trials_path),
+    ):
+        console.print(f"  {label:<7} {path}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"\nReview: optuna-dashboard sqlite:///{result.study_path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def gpu_table(gpus: Sequence[Gpu]) -> Table:
+    """The GPU table with the figures predictions rest on; dense peaks, no sparsity."""
+    table = Table(title="Cards that --gpu knows (dense peaks in TFLOP/s)", title_justify="left")
+    for heading in ("name", "architecture", "capability", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16"):
+        table.add_column(heading, justify="left" if heading in ("name", "architecture") else "right")
+    for gpu in gpus:
+        peaks = (gpu.rates_flops.get(mode) for mode in ("fp32", "tf32", "fp16", "bf16"))
+        table.add_row(
+            gpu.key,
+            gpu.architecture,
+            gpu.capability,
+            f"{gpu.memory_bytes / 2**30:.0f}",
+            f"{gpu.bandwidth_bytes_per_s / 1e9:,.0f}",
+            *(f"{peak / 1e12:,.1f}" if peak else "-" for peak in peaks),
+        )
+    return table

@@ -1,0 +1,65 @@
+"""Baselines: what people run today, always first in the study, so that the answer is never worse than the best of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from autoprec.policy import Backend, Batch, Fingerprint, LossScale, Policy, Precision
+from autoprec.records import Look
+from autoprec.tune.study_space import fingerprint_of, has_tf32
+
+# Source: torch.amp.GradScaler's own defaults (init_scale=65536.0, growth_interval=2000).
+STOCK_LOSS_SCALE = LossScale(init=65536.0, growth_interval=2000, growth_factor=2.0, backoff_factor=0.5, floor=1.0)
+STOCK_AMP = ("amp_fp16", "amp_bf16")
+
+
+def baseline_policies(
+    look: Look,
+    precisions: Sequence[Precision],
+    *,
+    cuda: bool,
+    capability: str | None = None,
+    fingerprint: Fingerprint | None = None,
+) -> dict[str, Policy]:
+    """The policies of stage 3 by role: fp32, fp32_tf32, amp_fp16, amp_bf16, then each with ``_channels_last``.
+
+    Args:
+        look: the model; fp16 is left out where it forbids it, channels_last where it has no convolution.
+        precisions: what the target runs.
+        cuda: whether the target is a CUDA device.
+        capability: the target's compute capability; TF32 needs 8.0.
+        fingerprint: goes into every policy; made from the look where it is None.
+
+    Returns:
+        Policies by role in the order they are to run. cudnn.benchmark stays off, as stock training leaves it.
+    """
+    made = fingerprint or fingerprint_of(look, capability=capability)
+    policies: dict[str, Policy] = {}
+    for channels_last in (False, True) if look.has_conv else (False,):
+        for role, default, tf32 in _kinds(look, precisions, has_tf32(cuda, capability)):
+            policies[f"{role}_channels_last" if channels_last else role] = Policy(
+                default=default,
+                loss_scale=STOCK_LOSS_SCALE if default == "fp16" else LossScale(),
+                batch=Batch(effective=look.effective_batch, micro=_largest_micro_batch(look), accumulation_steps=_steps(look)),
+                backend=Backend(tf32=tf32, channels_last=channels_last),
+                fingerprint=made,
+            )
+    return policies
+
+
+def _kinds(look: Look, precisions: Sequence[Precision], tf32: bool) -> Iterator[tuple[str, Precision, bool]]:
+    yield "fp32", "fp32", False
+    if tf32:
+        yield "fp32_tf32", "fp32", True
+    if "fp16" in precisions and not look.forbids_fp16:
+        yield "amp_fp16", "fp16", False
+    if "bf16" in precisions:
+        yield "amp_bf16", "bf16", False
+
+
+def _largest_micro_batch(look: Look) -> int:
+    return max(look.micro_batches, default=look.effective_batch)
+
+
+def _steps(look: Look) -> int:
+    return look.effective_batch // _largest_micro_batch(look)

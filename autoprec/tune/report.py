@@ -1,0 +1,269 @@
+"""The report of a run: ``report.html`` (one file, no script, no request) and ``report.md`` (for a pull request)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from autoprec.errors import RunFolderError
+from autoprec.policy import Origin, Policy, write_atomically
+from autoprec.records import Record
+from autoprec.tune import charts, quantities
+from autoprec.tune.charts import Bar, LayerCell, Point
+from autoprec.tune.describe import REASON_WORDS, differences_from_stock_amp, group_layers
+from autoprec.tune.report_data import Rejected, ReportData, speedup
+from autoprec.tune.rows import TrialRow, role_words
+
+# Widths the charts are drawn for, in CSS pixels: a laptop's text column and the narrowest phone in use (360 less margins).
+WIDE_PX, NARROW_PX = 900, 328
+
+
+class Tile(Record):
+    """A figure of the headline."""
+
+    label: str
+    value: str
+    detail: str
+    origin: Origin
+
+
+def headline(data: ReportData) -> str:
+    """The answer in a sentence."""
+    if data.not_worth_it:
+        return "Stay with FP32: mixed precision does not pay here"
+    gain = speedup(data, data.stock_arm)
+    speed = "No faster set-up than stock AMP" if gain is None else f"{quantities.ratio(gain)} the speed of stock AMP"
+    endings = {
+        "passed": "trains like FP32",
+        "rejected": "but it does not train like FP32",
+        "inconclusive": "whether it trains like FP32 is not settled",
+    }
+    return f"{speed}, {endings[data.verdict.status] if data.verdict else 'not verified'}"
+
+
+def tiles(data: ReportData) -> list[Tile]:
+    """The figures of the headline: speed against stock AMP and FP32, memory, loss."""
+    made = []
+    evidence = data.policy.evidence
+    for label, over in (("against stock AMP", data.stock_arm), ("against FP32", data.fp32_arm)):
+        gain = speedup(data, over)
+        if gain is None:
+            continue
+        detail = role_words(over)
+        if over == data.stock_arm and evidence and evidence.speedup_low and evidence.speedup_high:
+            detail += f"; 95% interval {quantities.ratio(evidence.speedup_low)} to {quantities.ratio(evidence.speedup_high)}"
+        made.append(Tile(label=label, value=quantities.ratio(gain), detail=detail, origin=data.speed_origin))
+    tuned, stock = data.arm(data.tuned_arm), data.arm(data.stock_arm)
+    if tuned and tuned.peak_bytes is not None:
+        less = f"stock AMP {quantities.memory(stock.peak_bytes)}" if stock and stock.peak_bytes is not None else ""
+        memory = quantities.memory(tuned.peak_bytes)
+        made.append(Tile(label="peak memory", value=memory, detail=less, origin=data.speed_origin))
+    if data.verdict:
+        detail = f"allowed {quantities.gap(data.verdict.tolerance)}; FP32's own noise {quantities.gap(data.verdict.noise_floor)}"
+        made.append(Tile(label="loss gap to FP32", value=quantities.gap(data.verdict.loss_gap), detail=detail, origin="measured"))
+    return made
+
+
+def apply_code(policy: Policy, *, policy_path: str = "policy.json", grad_clip: float | None = None) -> str:
+    """A training loop for this policy: only the lines it needs."""
+    steps = policy.batch.accumulation_steps
+    call = "model" if policy.execution == "eager" else "train_model"
+    lines = [
+        *([] if grad_clip is None else ["import torch"]),
+        "import autoprec",
+        "",
+        f"policy = autoprec.load_policy({policy_path!r})",
+        "applied = autoprec.apply_policy(model, policy)  # in place, after model.to(device)",
+        "scaler = applied.grad_scaler()" + ("" if policy.needs_loss_scale else "  # disabled: no layer is fp16"),
+    ]
+    lines += [] if call == "model" else ["train_model = applied.compiled()"]
+    lines += ["", f"for i, (x, y) in enumerate(loader):  # batches of {policy.batch.micro}"]
+    lines += ["    with applied.autocast():", f"        loss = criterion({call}(x), y)" + (f" / {steps}" if steps > 1 else "")]
+    lines += ["    scaler.scale(loss).backward()"]
+    lines += [f"    if (i + 1) % {steps}:", "        continue"] if steps > 1 else []
+    if grad_clip is not None:
+        lines += [
+            "    scaler.unscale_(optimizer)",
+            f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {grad_clip:g})",
+        ]
+    lines += ["    scaler.step(optimizer)", "    scaler.update()", "    optimizer.zero_grad()"]
+    return "\n".join(lines)
+
+
+def rejections(data: ReportData) -> list[Rejected]:
+    """What was tried and not taken: failed trials grouped by reason, finalists that were rejected, and what the run adds."""
+    groups: dict[tuple[str, str], list[TrialRow]] = defaultdict(list)
+    for row in data.trials:
+        if row.outcome != "ok":
+            groups[row.outcome, row.failure].append(row)
+        elif row.verdict in ("rejected", "inconclusive"):
+            groups[f"verdict {row.verdict}", f"loss gap {quantities.gap(row.loss_gap)} on its trial window"].append(row)
+    made = [Rejected(what=_who(rows), why=f"{kind.replace('_', ' ')}: {why}") for (kind, why), rows in groups.items()]
+    return [*made, *data.rejected]
+
+
+def _who(rows: list[TrialRow]) -> str:
+    names = [f"#{row.number} {role_words(row.role)}" for row in rows]
+    return ", ".join(names) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more"
+
+
+def pareto_points(data: ReportData) -> list[Point]:
+    """The dots of the Pareto picture; one for each policy that finished with a finite loss."""
+    points = []
+    for row in data.trials:
+        if not row.plotted or row.samples_per_s is None or row.loss_gap is None:
+            continue
+        chosen, baseline = row.number == data.chosen_number, row.role != "trial" and row.trial is not None
+        within = row.loss_gap <= data.tolerance
+        style = "chosen" if chosen else "baseline" if baseline else "feasible" if within else "rejected"
+        name = "chosen" if chosen else role_words(row.role) if baseline else ""
+        figures = f"{quantities.throughput(row.samples_per_s)} samples/s ({row.origin}), loss gap {quantities.gap(row.loss_gap)}"
+        title = f"#{row.number} {role_words(row.role)}: {figures}"
+        points.append(Point(samples_per_s=row.samples_per_s, loss_gap=row.loss_gap, style=style, label=name, title=title))
+    return points
+
+
+def arm_bars(data: ReportData) -> list[Bar]:
+    """The bars of the final comparison, slowest first."""
+    stock = data.arm(data.stock_arm)
+    made = []
+    for arm in data.arms:
+        if arm.samples_per_s is None:
+            continue
+        versus = f" · {quantities.ratio(arm.samples_per_s / stock.samples_per_s)}" if stock and stock.samples_per_s else ""
+        made.append(
+            Bar(
+                name=role_words(arm.name),
+                value=arm.samples_per_s,
+                text=f"{quantities.throughput(arm.samples_per_s)}{versus}",
+                predicted=arm.speed_origin == "predicted",
+                chosen=arm.name == data.tuned_arm,
+            )
+        )
+    return sorted(made, key=lambda bar: bar.value)
+
+
+def layer_cells(data: ReportData) -> list[LayerCell]:
+    """The columns of the layer strip, in order of use."""
+    profiles = {item.layer: item for item in data.profile.layers} if data.profile else {}
+    lowered = data.policy.default if data.policy.default != "fp32" else None
+    cells = []
+    for layer in data.look.layers:
+        precision = data.policy.precision_of(layer.name)
+        found, setting = profiles.get(layer.name), data.policy.layers.get(layer.name)
+        gained, sensitivity = None, None
+        lines = [f"{layer.name or '(root)'} ({layer.kind}): {precision}"]
+        if found:
+            times, harms = found.time_s, found.sensitivity
+            gained = times["fp32"] - times[precision] if "fp32" in times and precision in times else None
+            sensitivity = harms.get(lowered) if lowered else max(harms.values(), default=None)
+            if gained is not None:
+                lines.append(f"gains {quantities.duration(gained)} of {quantities.duration(times['fp32'])} ({found.time_origin})")
+            if sensitivity is not None:
+                lines.append(f"sensitivity {sensitivity:.2g} (measured)")
+        if setting and setting.reason:
+            lines.append(f"{REASON_WORDS[setting.reason.kind]}: {setting.reason.text}")
+        name = layer.name or "(root)"
+        title = "\n".join(lines)
+        cells.append(LayerCell(name=name, precision=precision, gained_s=gained, sensitivity=sensitivity, title=title))
+    return cells
+
+
+def _both(draw: str, items: Iterable[object], **options: float) -> Markup:
+    """A chart for wide and for narrow pages; the page's style shows one of them."""
+    chart, drawn = getattr(charts, draw), list(items)
+    wide, narrow = (chart(drawn, width=width, **options) for width in (WIDE_PX, NARROW_PX))
+    return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(wide, narrow)
+
+
+def render_html(data: ReportData) -> str:
+    """The whole page. Text from users is escaped by the template, or by the charts where it enters them."""
+    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(
+        throughput=quantities.throughput,
+        ratio=quantities.ratio,
+        memory=quantities.memory,
+        duration=quantities.duration,
+        gap=quantities.gap,
+        role=role_words,
+    )
+    cells = layer_cells(data)
+    return environment.get_template("report.html.j2").render(
+        data=data,
+        headline=headline(data),
+        tiles=tiles(data),
+        arms=sorted(data.arms, key=lambda arm: arm.samples_per_s or 0),
+        stock_speed=getattr(data.arm(data.stock_arm), "samples_per_s", None),
+        differences=differences_from_stock_amp(data.policy),
+        groups=group_layers(data.policy),
+        reason_words=REASON_WORDS,
+        precisions=list(dict.fromkeys(cell.precision for cell in cells)),
+        rejections=rejections(data),
+        code=apply_code(data.policy, policy_path=f"{data.name}/policy.json", grad_clip=data.grad_clip),
+        bar_chart=_both("bars", arm_bars(data)),
+        pareto_chart=_both("pareto", pareto_points(data), noise_floor=data.noise_floor, tolerance=data.tolerance),
+        curve_chart=_both("loss_curves", data.curves),
+        layer_chart=_both("layer_strip", cells),
+    )
+
+
+def comparison_table(data: ReportData) -> str:
+    """The final comparison as a Markdown table, fastest first."""
+    stock = data.arm(data.stock_arm)
+    lines = ["| | samples/s | against stock AMP | peak memory | loss gap | speed is |", "|---|---:|---:|---:|---:|---|"]
+    for arm in sorted(data.arms, key=lambda arm: -(arm.samples_per_s or 0)):
+        versus = arm.samples_per_s / stock.samples_per_s if arm.samples_per_s and stock and stock.samples_per_s else None
+        name = markdown_text(role_words(arm.name))
+        figures = (
+            f"**{name}**" if arm.name == data.tuned_arm else name,
+            quantities.throughput(arm.samples_per_s),
+            quantities.ratio(versus),
+            quantities.memory(arm.peak_bytes),
+            quantities.gap(arm.loss_gap),
+            arm.speed_origin,
+        )
+        lines.append(f"| {' | '.join(figures)} |")
+    return "\n".join(lines)
+
+
+def markdown_text(text: str) -> str:
+    """Text made harmless inside a Markdown table: no bar, line break, tag or emphasis of its own."""
+    for sign in ("\\", "|", "`", "*", "_", "[", "]", "<", ">"):
+        text = text.replace(sign, f"\\{sign}")
+    return " ".join(text.split())
+
+
+def render_markdown(data: ReportData) -> str:
+    """The report in a few lines and a table."""
+    lines = [f"### autoprec: {markdown_text(headline(data))}", ""]
+    lines.append(f"{markdown_text(data.workload)} on {markdown_text(data.target)}; speeds are {data.speed_origin}.")
+    if data.verdict:
+        lines.append(f"Verdict **{data.verdict.status}**: {markdown_text(data.verdict.text)}")
+    if data.not_worth_it:
+        lines.append(markdown_text(data.not_worth_it))
+    lines += ["", comparison_table(data), ""] if data.arms else [""]
+    differing = differences_from_stock_amp(data.policy)
+    lines += ["Differs from stock AMP in:", *(f"- {markdown_text(line)}" for line in differing), ""] if differing else []
+    lines += [f"`{data.command.replace('`', '')}`", ""] if data.command else []
+    return "\n".join(lines)
+
+
+def write_report(folder: Path, data: ReportData) -> Path:
+    """Writes ``report.html``, ``report.md`` and ``report.json`` into a folder; returns the path of the page.
+
+    Raises:
+        RunFolderError: the folder cannot be written.
+    """
+    try:
+        write_atomically(folder / "report.json", data.model_dump_json() + "\n")
+        write_atomically(folder / "report.md", render_markdown(data))
+        write_atomically(folder / "report.html", render_html(data))
+    except OSError as error:
+        hint = "Free some space or mend the permissions, then run 'autoprec report'."
+        raise RunFolderError(f"Cannot write the report into {folder}: {error}", hint=hint) from None
+    return folder / "report.html"
