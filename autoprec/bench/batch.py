@@ -15,7 +15,7 @@ from autoprec.runtime.tree import iter_tensors, map_tensors
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def to_device(batch: Any, device: str, *, channels_last: bool = False) -> Any:
+def to_device(batch: Any, device: str, channels_last: bool = False) -> Any:
     """Copies a batch to ``device`` without waiting for it (from pinned memory); structure and types are kept.
 
     Args:
@@ -33,20 +33,15 @@ def to_device(batch: Any, device: str, *, channels_last: bool = False) -> Any:
     return map_tensors(batch, move)
 
 
-def tensors_of(batch: Any) -> list[Tensor]:
-    """Every tensor of a batch, in the order of its structure."""
-    return iter_tensors(batch)
-
-
 def batch_length(batch: Any) -> int | None:
     """Samples in a batch: the size of axis 0 that all its tensors share; None where they share none."""
-    lengths = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
+    lengths = {tensor.shape[0] for tensor in iter_tensors(batch) if tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def batch_bytes(batch: Any) -> int:
     """Memory of a batch's tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
+    return sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(batch))
 
 
 def why_unsplittable(batch: Any) -> str:
@@ -54,7 +49,7 @@ def why_unsplittable(batch: Any) -> str:
     strange = next(_other_data(batch), None)
     if strange is not None:
         return f"it holds a {strange}, which cannot be cut along the samples"
-    lengths = sorted({tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()})
+    lengths = sorted({tensor.shape[0] for tensor in iter_tensors(batch) if tensor.dim()})
     if not lengths:
         return "it holds no tensor with an axis of samples"
     if len(lengths) > 1:
@@ -79,7 +74,7 @@ def _other_data(value: Any) -> Iterator[str]:
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """What a container holds; None for anything else, and for a packed sequence, whose samples are interleaved."""
+    """What a container holds; None for anything else. A packed sequence has its samples interleaved and counts as no container."""
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, (list, tuple)):
@@ -121,7 +116,7 @@ def pin(batch: Any) -> Any:
 
 def equal_batches(one: Any, other: Any) -> bool:
     """Whether two batches hold the same tensors, in order and to the bit; NaN equals NaN."""
-    mine, yours = tensors_of(one), tensors_of(other)
+    mine, yours = iter_tensors(one), iter_tensors(other)
     return len(mine) == len(yours) and all(_equal(a, b) for a, b in zip(mine, yours, strict=True))
 
 

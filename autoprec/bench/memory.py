@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 
@@ -25,6 +24,4 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory() -> None:
     """Hands unused memory back. Call it outside the ``except`` block: inside, the traceback still holds the tensors."""
     gc.collect()
-    # Does nothing where CUDA has not been started. After a CUDA error every call raises, and there is nothing left to free.
-    with contextlib.suppress(RuntimeError):
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing where CUDA has not been started

@@ -69,6 +69,11 @@ class _Memory:
             self._next += 1
         return self._ids[key]
 
+    @property
+    def count(self) -> int:
+        """How many values have been numbered."""
+        return self._next
+
     def key(self, tensor: Tensor) -> int:
         """Identifies the memory a tensor lives in, while it is alive."""
         return self._key(tensor)
