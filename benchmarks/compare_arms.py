@@ -1,312 +1,318 @@
-"""Times a tuned policy against what a user would write by hand: FP32, stock AMP in fp16 and in bf16.
+"""How much faster is a tuned policy than what people run today? Every arm in one process, A B A B.
 
-All arms live in one process and take turns in blocks, in a random order each round, so that drift of clocks cancels. The stock
-arms are plain torch code and never touch autoprec; the tuned arm is used as the README shows: ``load_policy``, ``apply_policy``,
-``grad_scaler()`` and ``compiled()``. Time is that of the whole optimizer step (forward, loss, backward, clipping, scaler, step),
-with the batch on the device before it starts.
+Arms: FP32 with TF32 off, FP32 with TF32, stock eager AMP in fp16 and in bf16 (plain torch.autocast and torch.amp.GradScaler, as
+people write them), and each policy the way a user writes it (load_policy, apply_policy, grad_scaler, compiled).
 
-    python benchmarks/compare_arms.py model.py --policy policy.json [--steps 50] [--out DIR]
+On CUDA each arm first trains alone for a few steps, for its peak memory. Then all are built again from the same weights and data,
+warmed up, and timed in blocks of steps whose order is drawn anew each round. The first step of a block is not timed: caches are
+cold after a change of arm. Steps are timed with device events on CUDA and the wall clock on a CPU, on batches that are on the
+device already. The loss of every step is kept, so that one can see the arms train.
 
-Prints a table and writes ``compare_arms.json`` with every sample, the environment, the command and the commit.
+Printed: median step time, samples/s, ratios to stock AMP fp16 and to FP32 with 95% bootstrap intervals, peak memory, loss.
+``--out DIR`` also writes ``compare.json``: raw samples, losses, environment, command and commit.
+
+Run: ``python benchmarks/compare_arms.py examples/resnet50.py --policy reports/resnet50-h200/policy.json --out reports/compare``
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import dataclasses
+import datetime
 import json
-import platform
 import random
+import shlex
 import subprocess
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from comparison_arms import DEVICE_BATCHES, Arm, Setup, Training, build_training
+from comparison_table import FP32, STOCK_AMP, finite, print_table, summary
 
 import autoprec
-from autoprec.bench.batch import split_batch, to_device
-from autoprec.bench.environment import driver_version, processor_name
-from autoprec.bench.nvml import Card
-from autoprec.bench.provisions import DataCache
+from autoprec.bench.batch import batch_bytes, batch_length, split_batch, to_device, why_unsplittable
+from autoprec.bench.environment import environment
+from autoprec.bench.memory import free_memory
+from autoprec.bench.nvml import is_throttled
+from autoprec.bench.seeding import untouched_random_state
+from autoprec.bench.timing import StepClock
 from autoprec.bench.workload import Workload, load_workload
+from autoprec.bench.workload_check import build_checked, check_workload, take_batches
+from autoprec.errors import DeviceError, UserError, WorkloadError
+from autoprec.policy import Policy, write_atomically
 
-BLOCK_STEPS = 5
-RESAMPLES = 2000
-Step = Callable[[Any], torch.Tensor]
-
-
-@dataclass
-class Flags:
-    """The process-wide flags an arm runs under; torch's own defaults unless said otherwise."""
-
-    matmul_tf32: bool = False
-    cudnn_tf32: bool = True
-    cudnn_benchmark: bool = False
-    fp16_accumulation: bool | None = None
-
-    @classmethod
-    def now(cls) -> Flags:
-        """The flags in force."""
-        matmul = torch.backends.cuda.matmul
-        accumulation = getattr(matmul, "allow_fp16_accumulation", None) if torch.cuda.is_available() else None
-        return cls(matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, accumulation)
-
-    def set(self) -> None:
-        """Puts them in force."""
-        torch.backends.cuda.matmul.allow_tf32 = self.matmul_tf32
-        torch.backends.cudnn.allow_tf32 = self.cudnn_tf32
-        torch.backends.cudnn.benchmark = self.cudnn_benchmark
-        if self.fp16_accumulation is not None:
-            torch.backends.cuda.matmul.allow_fp16_accumulation = self.fp16_accumulation
+# Steps of an arm alone. Source: a CUDA graph is warmed up in the first, recorded in the second and replayed from the third on.
+ALONE_STEPS = 5
+# Untimed steps at the start of a block. Own choice.
+LEAD_IN_STEPS = 1
+QUICK = {"steps": 6, "warmup": 2, "blocks": 2}
 
 
-@dataclass
-class Arm:
-    """One way of training: its step, its flags, and what was measured."""
-
-    name: str
-    step: Step
-    flags: Flags
-    channels_last: bool = False
-    times_s: list[float] = field(default_factory=list)
-    throttled: list[bool] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-
-
-def _model(workload: Workload, device: str, seed: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    return workload.build_model().to(device).train()
+def measure_alone(arm: Arm, build: Callable[[], Training]) -> None:
+    """Trains the arm for a few steps with nothing else built, and notes its peak memory with one batch on the device."""
+    free_memory()
+    before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    arm.training = build()
+    for _ in range(ALONE_STEPS):
+        arm.step()
+    torch.cuda.synchronize()
+    one_batch = sum(batch_bytes(part) for part in arm.parts[0])
+    arm.peak_bytes = torch.cuda.max_memory_allocated() - before + one_batch
+    arm.reserved_bytes = torch.cuda.max_memory_reserved() - reserved + one_batch
+    arm.close()
 
 
-def _clip(workload: Workload, optimizer: torch.optim.Optimizer) -> None:
-    if workload.grad_clip is not None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grad_norm_(parameters, workload.grad_clip)
+def warm_up(arm: Arm, build: Callable[[], Training], device: str, steps: int) -> None:
+    arm.training, arm.clock = build(), StepClock(device)
+    arm.read_scale()
+    for _ in range(steps - 1):
+        arm.step()
+    arm.clock.probe_host(arm.step)
+    arm.read_scale()
 
 
-def fp32_arm(workload: Workload, device: str, seed: int) -> Arm:
-    """Plain FP32 with TF32 off everywhere."""
-    model = _model(workload, device, seed)
-    optimizer = workload.build_optimizer(model)
-
-    def step(batch: Any) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = workload.loss(model, batch)
-        loss.backward()
-        _clip(workload, optimizer)
-        optimizer.step()
-        return loss.detach()
-
-    return Arm("fp32 (TF32 off)", step, Flags(matmul_tf32=False, cudnn_tf32=False))
+def run_block(arm: Arm, steps: int, uuid: str) -> None:
+    assert arm.clock is not None
+    for _ in range(LEAD_IN_STEPS):
+        arm.step()
+    for _ in range(steps):
+        arm.clock.time(arm.step)
+    if uuid:
+        torch.cuda.synchronize()
+        arm.throttled_blocks += is_throttled(uuid)
+    arm.read_scale()
 
 
-def stock_amp_arm(workload: Workload, device: str, seed: int, dtype: torch.dtype) -> Arm:
-    """Eager autocast with a default GradScaler for fp16, as torch's own tutorial has it; torch's default flags."""
-    model = _model(workload, device, seed)
-    optimizer = workload.build_optimizer(model)
-    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-
-    def step(batch: Any) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(device, dtype=dtype):
-            loss = workload.loss(model, batch)
-        scaler.scale(loss).backward()
-        if workload.grad_clip is not None:
-            scaler.unscale_(optimizer)
-        _clip(workload, optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        return loss.detach()
-
-    return Arm(f"stock AMP {'fp16' if dtype == torch.float16 else 'bf16'}", step, Flags())
+def finish(arm: Arm) -> None:
+    """Reads what was kept on the device."""
+    assert arm.clock is not None
+    arm.step_times_s = arm.clock.times_s()
+    arm.losses = torch.stack(arm.losses_on_device).double().tolist()
 
 
-def tuned_arm(workload: Workload, device: str, seed: int, path: Path) -> Arm:
-    """The policy as a user applies it."""
-    policy = autoprec.load_policy(path)
-    model = _model(workload, device, seed)
-    applied = autoprec.apply_policy(model, policy)
-    flags = Flags.now()
-    train_model = applied.compiled()
-    optimizer = workload.build_optimizer(model)
-    scaler = applied.grad_scaler()
-    parts = policy.batch.accumulation_steps
+def run_arms(arms: Sequence[Arm], workload: Workload, device: str, options: argparse.Namespace) -> list[list[str]]:
+    """Runs every arm; returns the order of the blocks. Random states and flags are as before when it returns."""
+    compiled = any(arm.setup.policy is not None and arm.setup.policy.execution != "eager" for arm in arms)
 
-    def step(batch: Any) -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        total = None
-        for part in split_batch(batch, policy.batch.micro):
-            with applied.autocast():
-                loss = workload.loss(train_model, part) / parts
-            scaler.scale(loss).backward()
-            total = loss.detach() if total is None else total + loss.detach()
-        if workload.grad_clip is not None:
-            scaler.unscale_(optimizer)
-        _clip(workload, optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        return total
+    def build(arm: Arm) -> Callable[[], Training]:
+        return lambda: build_training(arm.setup, workload, device, options.seed)
 
-    return Arm(f"tuned ({policy.default}, {policy.execution})", step, flags, policy.backend.channels_last)
+    with untouched_random_state():
+        try:
+            for arm in arms if device == "cuda" else ():
+                say(f"alone: {arm.setup.label}")
+                arm.guard(lambda arm=arm: measure_alone(arm, build(arm)))
+                forget_compiled(compiled)
+            for arm in arms:
+                say(f"warm-up: {arm.setup.label}")
+                arm.guard(lambda arm=arm: warm_up(arm, build(arm), device, options.warmup))
+            order = interleave(arms, device, options)
+            for arm in arms:
+                arm.guard(lambda arm=arm: finish(arm))
+        finally:
+            for arm in reversed(arms):
+                arm.close()
+            forget_compiled(compiled)
+    return order
 
 
-def timed(step: Callable[[], torch.Tensor], device: str) -> tuple[torch.Tensor, Callable[[], float]]:
-    """Runs a step; the second value gives its seconds once the GPU is done."""
-    if device == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        loss = step()
-        end.record()
-        return loss, lambda: start.elapsed_time(end) / 1e3
-    began = time.perf_counter()
-    loss = step()
-    seconds = time.perf_counter() - began
-    return loss, lambda: seconds
+def interleave(arms: Sequence[Arm], device: str, options: argparse.Namespace) -> list[list[str]]:
+    uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid) if device == "cuda" else ""
+    shuffle, order, rounds = random.Random(options.seed), list(arms), []
+    for block in range(options.blocks):
+        steps = options.steps * (block + 1) // options.blocks - options.steps * block // options.blocks
+        shuffle.shuffle(order)
+        rounds.append([arm.setup.key for arm in order if not arm.failure])
+        say(f"round {block + 1} of {options.blocks}")
+        for arm in order:
+            arm.guard(lambda arm=arm, steps=steps: run_block(arm, steps, uuid))
+    return rounds
 
 
-def run(arms: list[Arm], batches: list[Any], device: str, *, warmup: int, steps: int, seed: int) -> None:
-    """Warms every arm up, then lets them take turns; each block has one untimed step before its timed ones."""
-    taken = dict.fromkeys((arm.name for arm in arms), 0)
-
-    def one_block(arm: Arm, count: int, *, settle: int, keep: bool) -> None:
-        arm.flags.set()
-        readers = []
-        for number in range(settle + count):
-            batch = to_device(batches[taken[arm.name] % len(batches)], device, arm.channels_last)
-            loss, seconds = timed(lambda batch=batch: arm.step(batch), device)  # type: ignore[misc]
-            taken[arm.name] += 1
-            arm.losses.append(loss)
-            if keep and number >= settle:
-                readers.append(seconds)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        hot = bool(card.throttled())
-        arm.times_s.extend(read() for read in readers)
-        arm.throttled.extend([hot] * len(readers))
-
-    card, order = Card(), random.Random(seed)
-    for arm in arms:
-        one_block(arm, warmup, settle=0, keep=False)
-    for done in range(0, steps, BLOCK_STEPS):
-        turns = list(arms)
-        order.shuffle(turns)
-        for arm in turns:
-            one_block(arm, min(BLOCK_STEPS, steps - done), settle=1, keep=True)
+def forget_compiled(compiled: bool) -> None:
+    """Drops compiled code and the memory of CUDA graphs, so that they are in nobody else's way."""
+    if compiled:
+        torch._dynamo.reset()
 
 
-def ratio(base: list[float], other: list[float], seed: int) -> tuple[float, float, float]:
-    """How many times faster ``other`` is by the median step, with a 95% percentile-bootstrap interval."""
-    generator = np.random.default_rng(seed)
-    one, two = np.asarray(base), np.asarray(other)
-    ones = np.median(generator.choice(one, (RESAMPLES, one.size)), axis=1)
-    twos = np.median(generator.choice(two, (RESAMPLES, two.size)), axis=1)
-    low, high = np.percentile(ones / twos, [2.5, 97.5])
-    return float(np.median(one) / np.median(two)), float(low), float(high)
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def kept(arm: Arm) -> list[float]:
-    """The samples taken with free clocks; all of them where there are none."""
-    return [time_s for time_s, hot in zip(arm.times_s, arm.throttled, strict=True) if not hot] or arm.times_s
+def plan(options: argparse.Namespace) -> tuple[Workload, list[Arm], dict[str, str]]:
+    """Loads and checks everything named on the command line.
+
+    Returns:
+        The workload with the policies' effective batch, the arms with their batches on the device, and why an arm is missing.
+
+    Raises:
+        UserError: the model file, a policy or the device cannot be used.
+    """
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("--device cuda was given, and torch finds no CUDA device here.", hint="Use --device cpu.")
+    policies = {path: autoprec.load_policy(path) for path in options.policy}
+    batches = {policy.batch.effective for policy in policies.values()}
+    if len(batches) > 1:
+        found = ", ".join(f"{path}: {policy.batch.effective}" for path, policy in policies.items())
+        raise UserError(f"The policies have different effective batches ({found}).", hint="Compare those with the same one.")
+    size = batches.pop()
+    workload = dataclasses.replace(load_workload(options.model), batch_size=size, batch_size_given=True)
+    workload = check_workload(workload, options.device)
+    for path, policy in policies.items():
+        check_policy(workload, path, policy)
+    setups, missing = stock_setups(options.device)
+    for number, (path, policy) in enumerate(policies.items(), start=1):
+        setups.append(Setup(f"tuned_{number}", f"tuned: {short(path)}", policy=policy, policy_path=path))
+    return workload, place_batches(workload, setups, size, options), missing
 
 
-def _commit() -> str:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        where = Path(__file__).resolve().parent
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=where, capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=where, capture_output=True, text=True, check=True).stdout
-        return head + (" with changes" if changed.strip() else "")
-    return "unknown"
+def short(path: str) -> str:
+    """The file and its folder, which tell policies apart in a table."""
+    return "/".join(Path(path).parts[-2:])
 
 
-def report(arms: list[Arm], workload: Workload, device: str, seed: int) -> dict[str, Any]:
-    """Everything measured, ready for JSON."""
-    fp32, stock = arms[0], arms[1]
-    rows = []
-    for arm in arms:
-        times = kept(arm)
-        rows.append(
-            {
-                "name": arm.name,
-                "median_step_s": float(np.median(times)),
-                "samples_per_s": workload.batch_size / float(np.median(times)),
-                "over_fp32": ratio(kept(fp32), times, seed),
-                "over_stock_amp_fp16": ratio(kept(stock), times, seed),
-                "flags": vars(arm.flags),
-                "step_times_s": arm.times_s,
-                "throttled": arm.throttled,
-                "losses": [float(loss) for loss in arm.losses],
-            }
+def check_policy(workload: Workload, path: str, policy: Policy) -> None:
+    """Applies the policy once, before anything is timed."""
+    with untouched_random_state(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run itself shows them
+        try:
+            applied = autoprec.apply_policy(build_checked(workload), policy)
+            try:
+                applied.grad_scaler()
+            finally:
+                applied.remove()
+        except UserError as error:
+            raise type(error)(f"{path}: {error.message}", hint=error.hint) from None
+
+
+def stock_setups(device: str) -> tuple[list[Setup], dict[str, str]]:
+    setups = [Setup(FP32, "FP32"), Setup(STOCK_AMP, "stock AMP fp16"), Setup("amp_bf16", "stock AMP bf16")]
+    # Source: NVIDIA Ampere architecture (compute capability 8.0) brought TF32.
+    if device == "cuda" and torch.cuda.get_device_capability() >= (8, 0):
+        setups.insert(1, Setup("fp32_tf32", "FP32 with TF32", tf32=True))
+        return setups, {}
+    return setups, {"fp32_tf32": "TF32 needs a CUDA device of capability 8.0 or higher"}
+
+
+def place_batches(workload: Workload, setups: Sequence[Setup], size: int, options: argparse.Namespace) -> list[Arm]:
+    """The arms with their batches on the device; those of one layout share them."""
+    host = take_batches(workload, options.seed, DEVICE_BATCHES)
+    placed: dict[bool, list[Any]] = {}
+    arms = []
+    for setup in setups:
+        if setup.channels_last not in placed:
+            placed[setup.channels_last] = [to_device(batch, options.device, channels_last=setup.channels_last) for batch in host]
+        parts = [micro_batches(batch, setup.policy, size) for batch in placed[setup.channels_last]]
+        arms.append(Arm(setup, parts))
+    return arms
+
+
+def micro_batches(batch: Any, policy: Policy | None, size: int) -> list[Any]:
+    length = batch_length(batch)
+    if length is not None and length != size:
+        raise WorkloadError(
+            f"batches() gives {length} samples where the policies' effective batch is {size}.",
+            hint="Use the model file the policies were tuned for.",
         )
-    on_gpu = device == "cuda"
+    if policy is None or policy.batch.accumulation_steps == 1:
+        return [batch]
+    reason = why_unsplittable(batch)
+    if reason:
+        raise WorkloadError(f"The policy asks for micro-batches and the batch cannot be split: {reason}.")
+    return split_batch(batch, policy.batch.micro)
+
+
+def git(*words: str) -> str | None:
+    """What git says about this script's repository; None where there is none."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def record(options: argparse.Namespace, argv: Sequence[str], workload: Workload) -> dict[str, Any]:
+    """Where the samples come from."""
+    changes = git("status", "--porcelain", "--untracked-files=no")
+    here: dict[str, Any] = environment(options.device).model_dump(mode="json")
+    if options.device == "cuda":
+        here |= {"cuda_version": torch.version.cuda, "cudnn_version": torch.backends.cudnn.version()}
+    settings = {name: getattr(options, name) for name in ("steps", "warmup", "blocks", "seed", "device")}
     return {
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "commit": _commit(),
-        "workload_sha256": workload.sha256,
-        "batch_samples": workload.batch_size,
-        "environment": {
-            "device": torch.cuda.get_device_name() if on_gpu else processor_name(),
-            "driver": driver_version() if on_gpu else None,
-            "torch": torch.__version__,
-            "cudnn": torch.backends.cudnn.version(),
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "other_processes": Card().other_processes(),
-        },
-        "interval": "95% percentile bootstrap of the ratio of medians",
-        "arms": rows,
+        "version": 1,
+        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "benchmarks/compare_arms.py", *argv]),
+        "commit": git("rev-parse", "HEAD") or "unknown",
+        "uncommitted_changes": None if changes is None else bool(changes),
+        "environment": here,
+        "workload": {"model": options.model, "sha256": workload.sha256, "batch_size": workload.batch_size}
+        | {"grad_clip": workload.grad_clip},
+        "settings": settings | {"lead_in_steps": LEAD_IN_STEPS, "device_batches": DEVICE_BATCHES},
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
-    """The table for people."""
-    print(f"{result['environment']['device']}, torch {result['environment']['torch']}, batch {result['batch_samples']}")
-    print(f"{'arm':<34}{'median ms':>11}{'samples/s':>12}{'over fp32':>24}{'over stock AMP fp16':>24}")
-    for row in result["arms"]:
-        cells = ["{:.2f}x [{:.2f}, {:.2f}]".format(*row[key]) for key in ("over_fp32", "over_stock_amp_fp16")]
-        print(f"{row['name']:<34}{row['median_step_s'] * 1e3:>11.3f}{row['samples_per_s']:>12.1f}{cells[0]:>24}{cells[1]:>24}")
-
-
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    """Parses the command line, runs the arms, prints and writes the result."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="path/model.py, path/model.py:object or package.module:object")
-    parser.add_argument("--policy", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=50, help="timed steps an arm")
-    parser.add_argument("--warmup", type=int, default=15, help="untimed steps an arm at the start; compiling happens here")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for compare_arms.json")
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="compare_arms.py", description=__doc__.splitlines()[0])
+    parser.add_argument("model", help="path of the model.py that the policies were tuned for")
+    parser.add_argument("--policy", action="append", required=True, help="a policy.json; may be given several times")
+    parser.add_argument("--steps", type=int, help="timed steps of each arm (default 60)")
+    parser.add_argument("--warmup", type=int, help="untimed steps of each arm before the first block (default 15)")
+    parser.add_argument("--blocks", type=int, help="rounds in which every arm gets one block of steps (default 6)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, data and the order of blocks")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    workload, device, seed = load_workload(given.model), given.device, given.seed
-    before = Flags.now()
-    batches = DataCache(workload).take(seed, min(given.warmup + 2 * given.steps, 64))
-    arms = [
-        fp32_arm(workload, device, seed),
-        stock_amp_arm(workload, device, seed, torch.float16),
-        stock_amp_arm(workload, device, seed, torch.bfloat16),
-        tuned_arm(workload, device, seed, given.policy),
-    ]
+    parser.add_argument("--out", type=Path, help="folder for compare.json; nothing is written without it")
+    parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything runs")
+    options = parser.parse_args(argv)
+    defaults = QUICK if options.quick else {"steps": 60, "warmup": 15, "blocks": 6}
+    for name, value in defaults.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} is {getattr(options, name)}; it must be 1 or more")
+    if options.steps < options.blocks:
+        parser.error(f"--steps {options.steps} are fewer than --blocks {options.blocks}; every block needs a step")
+    options.policy = list(dict.fromkeys(options.policy))
+    return options
+
+
+def compare(options: argparse.Namespace, argv: Sequence[str]) -> int:
+    """Runs the comparison and prints it; 0, or 1 where every arm failed."""
+    if options.out is not None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out {options.out} cannot be made: {error}", hint="Give a folder that can be written.") from None
+    workload, arms, missing = plan(options)
+    order = run_arms(arms, workload, options.device, options)
+    base = {arm.setup.key: arm for arm in arms}
+    rows = {arm.setup.key: summary(arm, base, workload.batch_size, options.warmup) for arm in arms}
+    print(f"{workload.name}, batch {workload.batch_size}, {environment(options.device).device}, torch {torch.__version__}")
+    print_table(rows)
+    for key, reason in missing.items():
+        print(f"  {key}: left out, {reason}")
+    if options.out is not None:
+        data = record(options, argv, workload) | {"left_out": missing, "block_order": order, "arms": rows}
+        path = options.out / "compare.json"
+        write_atomically(path, json.dumps(finite(data), indent=2, allow_nan=False) + "\n")
+        print(f"samples: {path}")
+    return 1 if all(arm.failure for arm in arms) else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 1 where every arm failed, 2 for a mistake in what was given."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parse(words)
     try:
-        run(arms, batches, device, warmup=given.warmup, steps=given.steps, seed=seed)
-    finally:
-        before.set()
-    result = report(arms, workload, device, seed)
-    print_table(result)
-    if given.out is not None:
-        given.out.mkdir(parents=True, exist_ok=True)
-        path = given.out / "compare_arms.json"
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        print(f"Samples: {path}")
-    return result
+        return compare(options, words)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except autoprec.UserError as error:
-        sys.exit(f"{error}")
+    sys.exit(main())

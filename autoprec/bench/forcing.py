@@ -1,9 +1,9 @@
 """Measures every layer's own error in one pass: all layers run low, and each is handed exact float32 inputs and gradients.
 
-A float32 pass is recorded first: inputs, outputs and their gradients of every call of every layer (the tape). In the low pass each
-layer's inputs are replaced by the recorded ones in the dtype in which they arrived, and what it returns is compared with the recorded
-output and replaced by it, so that no layer sees another's error; backward does the same with gradients. A container is thereby judged
-by its own operations, between the exact results of its children.
+A float32 pass is recorded first: inputs, outputs and their gradients of every call of every layer (the tape). In the low pass
+each layer's inputs are replaced by the recorded ones in the dtype in which they arrived, and what it returns is compared with
+the recorded output and replaced by it, so that no layer sees another's error; backward does the same with gradients. A container
+is thereby judged by its own operations, between the exact results of its children.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class _Tap(torch.autograd.Function):
         return tensor.clone() if copy else tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.note(grad)
         return grad, None, None
 
@@ -87,7 +87,7 @@ class _Force(torch.autograd.Function):
         return exact.detach().to(dtype=tensor.dtype if _holds(tensor.dtype, exact) else exact.dtype, copy=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         return ctx.grad(grad).to(ctx.dtype), None, None
 
 
@@ -212,7 +212,7 @@ class Recorder(_Hooks):
         def note(grad: Tensor) -> None:
             grads[place] = grad.detach()
 
-        tapped: Tensor = _Tap.apply(tensor, note, self._copy)  # type: ignore[no-untyped-call]
+        tapped: Tensor = _Tap.apply(tensor, note, self._copy)
         return tapped
 
 
@@ -245,7 +245,7 @@ class Forcer(_Hooks):
             self._of(name).input_grads.append((_square((low.detach() - sayable).double() / self._scale), _square(recorded)))
             return handed_on
 
-        forced: Tensor = _Force.apply(tensor, exact, grad)  # type: ignore[no-untyped-call]
+        forced: Tensor = _Force.apply(tensor, exact, grad)
         return forced
 
     def on_output(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
@@ -259,7 +259,7 @@ class Forcer(_Hooks):
         def grad(low: Tensor) -> Tensor:
             return low if recorded is None else self._scaled(recorded, low)
 
-        forced: Tensor = _Force.apply(tensor, exact, grad)  # type: ignore[no-untyped-call]
+        forced: Tensor = _Force.apply(tensor, exact, grad)
         return forced
 
     def _entry(self, name: str, call: int) -> Call | None:
@@ -305,7 +305,7 @@ _RANDOM = frozenset(
 )
 
 
-class SameDraws(TorchDispatchMode):
+class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operations on half tensors draw in float32, so that a low pass drops what the float32 pass dropped.
 
     Fused attention draws inside its kernel, another stream for another dtype; its dropout is switched off in both passes.

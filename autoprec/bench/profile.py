@@ -1,8 +1,8 @@
 """The profile of a workload: what every layer costs in each precision, and what it risks.
 
 A few FP32 training steps under the range screen; then, at the initial weights and after those steps, one recorded FP32 pass, one
-perturbed twin and one low pass for each precision (see ``forcing``); then the time of every layer in each precision, measured on the
-device or predicted by the roofline.
+perturbed twin and one low pass for each precision (see ``forcing``); then the time of every layer in each precision, measured on
+the device or predicted by the roofline.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ from autoprec.bench.workload import Workload
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
 from autoprec.records import LayerProfile, Look, Profile, Risk
 from autoprec.runtime import apply_policy
+from autoprec.runtime.scaler import needs_closure
 
 SCREEN_STEPS = 3
-"""FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late drift."""
+"""FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late
+drift."""
 
 CPU_SAMPLES = 64
-"""Most samples of a sensitivity pass on a CPU. Assumption: enough rows to meet rare ones, cheap enough to leave the budget alone."""
+"""Most samples of a sensitivity pass on a CPU. Assumption: enough rows to meet rare ones, cheap enough to leave the budget
+alone."""
 
 # A score that is not finite: worse than any combination of finite parts, and still a number a solver can add.
 _BROKEN = 10.0
@@ -105,7 +108,7 @@ def _train_recorded(workload: Workload, look: Look, subject: _Subject, samples: 
         recorded.append(record_step(subject.model, part, workload.loss, names))
         if workload.grad_clip is not None:
             nn.utils.clip_grad_norm_(subject.model.parameters(), workload.grad_clip)
-        if "closure" not in look.forbids_fp16:
+        if not needs_closure(subject.optimizer):
             subject.optimizer.step()
     subject.optimizer.zero_grad(set_to_none=True)
     return recorded

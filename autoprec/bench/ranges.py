@@ -1,8 +1,8 @@
 """The range screen: how large values and gradients get in float32, and what that forbids in fp16.
 
 Runs a few real FP32 steps under the operation recorder and keeps the largest finite |x| of every operation's results. A forward
-overflow is nobody's but the layer's: no loss scale helps. Gradients can be moved by the scale, all together: they forbid fp16 only to a
-layer whose gradients overflow at every scale that the other layers can live with.
+overflow is nobody's but the layer's: no loss scale helps. Gradients can be moved by the scale, all together: they forbid fp16
+only to a layer whose gradients overflow at every scale that the other layers can live with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ FP16_LEAST_EXPONENT = -24
 """The least positive fp16 number is 2^-24. Source: IEEE 754 binary16, subnormal."""
 
 LARGE = 512.0
-"""From here on fp16 numbers lie half a unit or more apart. Source: 11 bits of significand; the threshold itself is an assumption."""
+"""From here on fp16 numbers lie half a unit or more apart. Source: 11 bits of significand; the threshold itself is an
+assumption."""
 
 DEEP = 4096
 """A sum over this many elements of size 16 reaches fp16's limit."""
@@ -40,7 +41,7 @@ UNSERVED = 0.1
 """Share of a layer's non-zero gradients under 2^-24 from which a scale is too small for the layer. Assumption."""
 
 LARGEST_EXPONENT, LEAST_EXPONENT = 64, -96
-SCALE_EXPONENTS = range(0, 25)
+SCALE_EXPONENTS = range(25)
 """Loss scales worth having: GradScaler's floor of 1 up to 2^24."""
 
 USUAL_SCALE = 2.0**13
@@ -92,7 +93,7 @@ class Screen:
     risks: dict[str, tuple[Risk, ...]]
 
 
-class RangeRecorder(OpRecorder):
+class RangeRecorder(OpRecorder):  # type: ignore[no-untyped-call]
     """Also notes the largest finite |x| of every operation's inputs (where it multiplies matrices) and results."""
 
     def __init__(self, stack: LayerStack, model: nn.Module, data: Any) -> None:
@@ -176,7 +177,7 @@ def _gradient_hook(name: str, recorder: RangeRecorder) -> Any:
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in iter_tensors(output):
             if tensor.requires_grad and tensor.is_floating_point() and tensor.numel():
-                tensor.register_hook(lambda grad: recorder.note_grad(name, grad))
+                tensor.register_hook(lambda grad: recorder.note_grad(name, grad))  # type: ignore[no-untyped-call]
 
     return hook
 
@@ -292,7 +293,9 @@ def _risks(
             text = f"values up to {seen.max_output:.3g}, where fp16 numbers lie half a unit or more apart"
             yield Risk(precision=precision, kind="range", hard=False, text=text)
         if seen.max_inner_grad * scale > FP16_MAX:
-            text = f"its gradients reach {seen.max_inner_grad:.3g} and overflow at the loss scale of {scale:g} that the other layers need"
+            text = (
+                f"its gradients reach {seen.max_inner_grad:.3g} and overflow at the loss scale of {scale:g} that the others need"
+            )
             yield Risk(precision=precision, kind="range", hard=True, text=text)
         elif seen.underflow_share(scale) > UNSERVED:
             share = seen.underflow_share(scale)
@@ -302,7 +305,8 @@ def _risks(
 
 
 def _kind_risks(ops: dict[str, Op]) -> Iterable[Risk]:
-    """What the kind of an operation says, whatever the values seen: FFT and linear algebra; exponentials and deep sums in pure."""
+    """What the kind of an operation says, whatever the values seen: FFT and linear algebra; exponentials and deep sums in
+    pure."""
     lacking = sorted(name for name in ops if no_half_kernel(name))
     if lacking:
         text = f"{', '.join(lacking)} has no half-precision kernel, or one for some sizes only"

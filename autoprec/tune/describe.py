@@ -39,6 +39,7 @@ REASON_WORDS = {
     "divergence": "the loss departed from FP32",
     "speed": "faster",
     "cast_cost": "a cast would cost more",
+    "unsupported": "does not run in this precision",
     "pinned": "pinned by a rule",
 }
 
