@@ -72,12 +72,18 @@ class _Tap(torch.autograd.Function):
 
 
 class _Force(torch.autograd.Function):
-    """Replaces a tensor by ``exact`` in the tensor's dtype; the gradient that comes back is noted and replaced likewise."""
+    """Replaces a tensor by ``exact`` in the tensor's dtype; the gradient that comes back is noted and replaced likewise.
+
+    Values that the dtype cannot hold stay float32: whoever makes them is at fault and would be lifted, and its readers get float32.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exact: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.grad = grad
-        return exact.detach().to(dtype=tensor.dtype, copy=True)
+        forced = exact.detach().to(dtype=tensor.dtype, copy=True)
+        if tensor.dtype == torch.float16 and exact.isfinite().all() and not forced.isfinite().all():
+            return exact.detach().clone()
+        return forced
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
