@@ -31,7 +31,7 @@ class Point(Record):
 
 
 class Curve(Record):
-    """The loss of each step of one run. ``style``: ``reference``, ``twin`` (another FP32 run: the noise), ``stock``, ``tuned``."""
+    """The loss of each step of one run. ``style``: ``reference``, ``twin`` (FP32 again: the noise), ``stock``, ``tuned``."""
 
     name: str
     losses: tuple[float, ...]
