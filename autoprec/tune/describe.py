@@ -180,7 +180,7 @@ def _exceptions(policy: Policy, every_layer: bool) -> Section:
     if every_layer:
         lines = [f"{name}: {setting.precision}{_because(setting)}" for name, setting in policy.layers.items()]
     else:
-        lines = [_group_line(group) for group in group_layers(policy)]
+        lines = [group_line(group) for group in group_layers(policy)]
     return Section(title=title, lines=tuple(lines))
 
 
@@ -188,7 +188,8 @@ def _because(setting: LayerSetting) -> str:
     return f"; {REASON_WORDS[setting.reason.kind]}: {setting.reason.text}" if setting.reason else ""
 
 
-def _group_line(group: LayerGroup) -> str:
+def group_line(group: LayerGroup) -> str:
+    """A group in a line: its layers, their precision and why."""
     why = f"; {REASON_WORDS[group.reason]}" if group.reason else ""
     return f"{group.label}: {group.precision}{why}{f' ({group.text})' if group.text else ''}"
 

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from autoprec.errors import RunFolderError
 from autoprec.policy import Origin, Policy, write_atomically
-from autoprec.records import Record
+from autoprec.records import Record, Verdict
 from autoprec.tune import charts, quantities
 from autoprec.tune.charts import Bar, LayerCell, Point
 from autoprec.tune.describe import REASON_WORDS, differences_from_stock_amp, group_layers
@@ -238,12 +238,18 @@ def markdown_text(text: str) -> str:
     return " ".join(text.split())
 
 
+def verdict_line(verdict: Verdict) -> str:
+    """The verdict in Markdown; its own text begins with its status as a rule, which is not said twice."""
+    text = verdict.text.removeprefix(f"{verdict.status.capitalize()}: ")
+    return f"Verdict **{verdict.status}**: {markdown_text(text)}"
+
+
 def render_markdown(data: ReportData) -> str:
     """The report in a few lines and a table."""
     lines = [f"### autoprec: {markdown_text(headline(data))}", ""]
     lines.append(f"{markdown_text(data.workload)} on {markdown_text(data.target)}; speeds are {data.speed_origin}.")
     if data.verdict:
-        lines.append(f"Verdict **{data.verdict.status}**: {markdown_text(data.verdict.text)}")
+        lines.append(verdict_line(data.verdict))
     if data.not_worth_it:
         lines.append(markdown_text(data.not_worth_it))
     lines += ["", comparison_table(data), ""] if data.arms else [""]
