@@ -231,7 +231,7 @@ def report_data(**changes: object) -> ReportData:
         "workload": "examples/digits_cnn.py",
         "target": "NVIDIA GeForce RTX 4090 D",
         "speed_origin": "predicted",
-        "numerics": "on the CPU under CUDA's autocast rules",
+        "numerics": "losses measured on the CPU under CUDA's autocast rules, speed predicted for NVIDIA GeForce RTX 4090 D",
         "policy": policy(evidence=evidence()),
         "look": look(),
         "profile": profile(),
