@@ -18,7 +18,7 @@ from autoprec.errors import AutoprecError, UserError
 _TIME_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType[float]):
     """A time such as ``90s``, ``10m`` or ``1h``, in seconds."""
 
     name = "time"

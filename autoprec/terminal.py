@@ -35,7 +35,7 @@ class TerminalProgress:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
-        self._name, self._done, self._total = "", 0, 0
+        self._name, self._best, self._done, self._total = "", "", 0, 0
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -49,7 +49,7 @@ class TerminalProgress:
         if self._task is not None:
             self._bar.remove_task(self._task)
         self._task = self._bar.add_task(name, total=max(total, 1), left=self._left(), best="")
-        self._name, self._done, self._total = name, 0, total
+        self._name, self._best, self._done, self._total = name, "", 0, total
         if not self._console.is_terminal:
             self._console.print(f"{name} ...", highlight=False)
 
@@ -57,7 +57,8 @@ class TerminalProgress:
         """Moves the bar by one window."""
         self._done += 1
         if self._task is not None:
-            self._bar.update(self._task, advance=1, left=self._left(), **({"best": text} if text else {}))
+            self._best = text or self._best
+            self._bar.update(self._task, advance=1, left=self._left(), best=self._best)
         # Ten lines a stage are enough for a log.
         every = max(1, self._total // 10)
         if not self._console.is_terminal and (self._done % every == 0 or self._done == self._total):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from autoprec.bench.data import Batches
+from autoprec.bench.data import Start
 from autoprec.bench.failures import failure_of
 from autoprec.bench.nvml import is_throttled
 from autoprec.bench.target import Target
@@ -48,7 +48,7 @@ class _Arm:
             self.failure = failure_of(error, self.policy, self.training.model if self.training else None, self.step)
 
 
-def interleave(workload: Workload, target: Target, policies: Sequence[Policy], window: Window, batches: Batches) -> list[Outcome]:
+def interleave(workload: Workload, target: Target, policies: Sequence[Policy], window: Window, start: Start) -> list[Outcome]:
     """Trains every policy from the window's seed, in blocks of steps whose order is drawn anew each round.
 
     Warm-up steps (compiling included) are untimed. An arm that fails gives a Failure, and the others go on. Peak memory is not
@@ -60,7 +60,7 @@ def interleave(workload: Workload, target: Target, policies: Sequence[Policy], w
         try:
             for arm in arms:
                 with _own_flags(arm.policy):
-                    arm.guard(lambda arm=arm: _warm_up(arm, workload, target, window, batches))  # type: ignore[misc]
+                    arm.guard(lambda arm=arm: _warm_up(arm, workload, target, window, start))  # type: ignore[misc]
             _run_blocks(arms, target, window)
             return [_outcome(arm, target) for arm in arms]
         finally:
@@ -82,8 +82,8 @@ def _own_flags(policy: Policy) -> Iterator[None]:
         undo()
 
 
-def _warm_up(arm: _Arm, workload: Workload, target: Target, window: Window, batches: Batches) -> None:
-    arm.training = Training(workload, target, arm.policy, window, batches)
+def _warm_up(arm: _Arm, workload: Workload, target: Target, window: Window, start: Start) -> None:
+    arm.training = Training(workload, target, arm.policy, window, start)
     arm.clock = StepClock(target.device)
     _run_steps(arm, max(window.warmup_steps, 1), window)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoprec.bench.arms import interleave
-from autoprec.bench.data import Batches
+from autoprec.bench.data import Start
 from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.profile import profile
@@ -30,7 +30,7 @@ class Bench:
         """
         self._workload: Workload = workload if isinstance(workload, Workload) else load_workload(workload)
         self._target = target
-        self._batches: dict[int, Batches] = {}
+        self._starts: dict[int, Start] = {}
         self._look: Look | None = None
         self._trace: OpTrace | None = None
 
@@ -44,11 +44,11 @@ class Bench:
 
     def window(self, policy: Policy, window: Window) -> Outcome:
         """Trains one window under a policy."""
-        return run_window(self._workload, self._target, policy, window, self._batches_of(window.seed), self._speed())
+        return run_window(self._workload, self._target, policy, window, self._start_of(window.seed), self._speed())
 
     def interleave(self, policies: Sequence[Policy], window: Window) -> list[Outcome]:
         """Times several policies against each other in this process, A B A B."""
-        return interleave(self._workload, self._target, policies, window, self._batches_of(window.seed))
+        return interleave(self._workload, self._target, policies, window, self._start_of(window.seed))
 
     def profile(self, precisions: Sequence[Precision]) -> Profile:
         """Costs and risks of every layer."""
@@ -62,10 +62,10 @@ class Bench:
             self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip})
         return self._look, self._trace
 
-    def _batches_of(self, seed: int) -> Batches:
-        if seed not in self._batches:
-            self._batches[seed] = Batches(self._workload, seed, pinned=self._target.device == "cuda")
-        return self._batches[seed]
+    def _start_of(self, seed: int) -> Start:
+        if seed not in self._starts:
+            self._starts[seed] = Start(self._workload, seed, pinned=self._target.device == "cuda")
+        return self._starts[seed]
 
     def _speed(self) -> RooflineSpeed | None:
         """Predicts times for a card that is not here; a measured CPU needs its memory predicted, CUDA nothing."""

@@ -1,11 +1,15 @@
-"""The batches of a seed, made once and kept, so that making them is never timed."""
+"""The batches and the initial model of a seed, made once and kept, so that making them is never timed."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
 from autoprec.bench.batch import batch_bytes, pin
+from autoprec.bench.seeding import seed_everything
 from autoprec.bench.workload import Workload
 from autoprec.errors import WorkloadError
 
@@ -51,3 +55,31 @@ class Batches:
         if self._next == len(self._kept) and self._bytes + size <= KEPT_BYTES:
             self._kept.append(pin(batch) if self._pinned else batch)
             self._bytes += size
+
+
+class Start:
+    """Where every window of a seed starts: the model as built under the seed, and the batches.
+
+    A window gets a deep copy of the model; one that cannot be copied is built anew each time.
+    """
+
+    def __init__(self, workload: Workload, seed: int, *, pinned: bool) -> None:
+        self.batches = Batches(workload, seed, pinned=pinned)
+        self._workload, self._seed = workload, seed
+        self._model: nn.Module | None = None
+        self._copies = True
+
+    def model(self) -> nn.Module:
+        """A fresh model on the host; random states are seeded when it returns."""
+        seed_everything(self._seed)
+        if not self._copies:
+            return self._workload.build_model()
+        if self._model is None:
+            self._model = self._workload.build_model()
+        try:
+            return copy.deepcopy(self._model)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            # Non-leaf tensors, locks and the like refuse to be copied.
+            self._copies, made = False, self._model
+            self._model = None
+            return made

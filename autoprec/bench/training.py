@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autoprec.bench.batch import split_batch, to_device
 from autoprec.bench.cuda_rules import cuda_autocast_rules
-from autoprec.bench.data import Batches
+from autoprec.bench.data import Start
 from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.target import Target
 from autoprec.bench.workload import Workload
@@ -33,11 +33,10 @@ class Training:
         scales: loss scale after every step, still on the device; empty without a scaler.
     """
 
-    def __init__(self, workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches) -> None:
+    def __init__(self, workload: Workload, target: Target, policy: Policy, window: Window, start: Start) -> None:
         self.policy = policy
-        self._workload, self._device, self._batches = workload, target.device, batches
-        seed_everything(window.seed)
-        self.model: nn.Module = workload.build_model().to(target.device)
+        self._workload, self._device, self._batches = workload, target.device, start.batches
+        self.model: nn.Module = start.model().to(target.device)
         self.model.train()
         if window.perturbation:
             perturb(self.model, window.perturbation, window.seed)
@@ -63,7 +62,7 @@ class Training:
     def step(self, parts: list[Any]) -> None:
         """One optimizer step over prepared micro-batches; waits for nothing."""
         if self._needs_closure:
-            self._optimizer.step(lambda: self._backward(parts, clear=True))
+            self._optimizer.step(lambda: self._backward(parts, clear=True))  # type: ignore[arg-type,return-value]
             self.losses.append(self._last_loss)
             return
         loss = self._backward(parts)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from autoprec.bench.data import Batches
+from autoprec.bench.data import Start
 from autoprec.bench.environment import environment
 from autoprec.bench.failures import divergence_of, failure_of, first_nonfinite_layer, nonfinite_buffer, skipped_steps
 from autoprec.bench.target import Target
@@ -34,7 +34,7 @@ class SpeedModel(Protocol):
 
 
 def run_window(
-    workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches, speed: SpeedModel | None
+    workload: Workload, target: Target, policy: Policy, window: Window, start: Start, speed: SpeedModel | None
 ) -> Outcome:
     """Trains a fresh model for a window; everything process-wide is as before when it returns.
 
@@ -43,7 +43,7 @@ def run_window(
         target: where; where its timing is predicted, ``speed`` gives times and memory.
         policy: how.
         window: how long, from which seed.
-        batches: of the window's seed.
+        start: model and batches of the window's seed.
         speed: predicts what is not measured; on a CPU it also gives the memory.
 
     Raises:
@@ -53,14 +53,14 @@ def run_window(
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     with undisturbed(target):
-        training, outcome = _train(workload, target, policy, window, batches)
+        training, outcome = _train(workload, target, policy, window, start)
         # The peak is read before anything else allocates.
         peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else 0
         if training is not None:
             training.close()
         del training
         if isinstance(outcome, Failure) and outcome.kind == "diverged" and (outcome.step or 0) < _LOCATE_UP_TO_STEPS:
-            outcome = _located(outcome, workload, target, policy, window, batches)
+            outcome = _located(outcome, workload, target, policy, window, start)
     free_memory(target, compiled=policy.execution != "eager")
     if isinstance(outcome, Failure):
         return outcome
@@ -79,15 +79,13 @@ def run_window(
     return outcome.model_copy(update={"peak_bytes": peak_bytes})
 
 
-def _train(
-    workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches
-) -> tuple[Training | None, Outcome]:
+def _train(workload: Workload, target: Target, policy: Policy, window: Window, start: Start) -> tuple[Training | None, Outcome]:
     """Trains; returns the training, so that its memory can be read before it is let go, and what came of it."""
     training: Training | None = None
     step = 0
     try:
         try:
-            training = Training(workload, target, policy, window, batches)
+            training = Training(workload, target, policy, window, start)
             clock = StepClock(target.device)
             for step in range(window.steps):
                 run_step(training, clock, step, window)
@@ -152,9 +150,9 @@ def _read(values: list[torch.Tensor]) -> list[float]:
     return torch.stack(values).double().tolist() if values else []
 
 
-def _located(failure: Failure, workload: Workload, target: Target, policy: Policy, window: Window, batches: Batches) -> Failure:
+def _located(failure: Failure, workload: Workload, target: Target, policy: Policy, window: Window, start: Start) -> Failure:
     """The failure with the first layer that goes non-finite, found by training up to it again, eager, with hooks."""
-    training = Training(workload, target, policy.model_copy(update={"execution": "eager"}), window, batches)
+    training = Training(workload, target, policy.model_copy(update={"execution": "eager"}), window, start)
     layer: str | None = None
     try:
         for step in range((failure.step or 0) + 1):

@@ -30,8 +30,8 @@ class Measuring(Protocol):
         """Costs and risks of every layer."""
 
 
-# Share of the budget that the study leaves to verification, execution modes and the report.
-VERIFY_SHARE = 0.35
+# Share of the budget that the study leaves to verification and the report, and to execution modes where they are tried.
+SHARE_AFTER_STUDY, SHARE_AFTER_STUDY_COMPILING = 0.3, 0.55
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Context:
         """Seconds of the budget that are left; negative when it is overrun."""
         return self.started_s + self.settings.budget_s - time.monotonic()
 
-    def study_time_is_over(self) -> bool:
-        """Whether the study must leave the rest of the budget to verification and compiling."""
-        return self.time_left_s < VERIFY_SHARE * self.settings.budget_s
+    def study_time_is_over(self, share: float | None = None) -> bool:
+        """Whether less than a share of the budget is left; by default, what the stages after the study need."""
+        kept = share if share is not None else (SHARE_AFTER_STUDY_COMPILING if self.compiles else SHARE_AFTER_STUDY)
+        return self.time_left_s < kept * self.settings.budget_s
 
     @property
     def compiles(self) -> bool:

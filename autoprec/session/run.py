@@ -38,7 +38,7 @@ from autoprec.tune.identity import Identity, default_path
 from autoprec.tune.run_folder import RunFolder, make_folder
 from autoprec.tune.space import SearchSpace, load_search_space, search_space_for
 
-PROBE = Window(steps=8, warmup_steps=3, purpose="probe")
+PROBES = (Window(steps=3, warmup_steps=1, purpose="probe"), Window(steps=11, warmup_steps=1, purpose="probe"))
 MOST_BASELINES = 8
 
 
@@ -114,7 +114,7 @@ def run_tune(settings: Settings, progress: Progress) -> TuneResult:
         look = _look(bench, target, logbook)
         with RunFolder.open(path, _identity(settings, target, look, search_space)) as folder:
             try:
-                plan = _plan(settings, bench, folder, look)
+                plan = _plan(settings, target, bench, folder, look)
                 context = Context(settings, target, bench, look, plan, folder, logbook, started_s)
                 run_reference(context)
                 found = run_search(context, search_space)
@@ -141,7 +141,7 @@ def _bench(workload: Any, target: Target, folder: Path) -> Iterator[Measuring]:
     if not isinstance(workload, str | Path):
         yield Bench(workload, target)
         return
-    bench = IsolatedBench(str(workload), target, log_path=folder / "worker.log")
+    bench = IsolatedBench(str(workload), target, make=Bench, log_path=folder / "worker.log")
     try:
         yield bench
     finally:
@@ -153,8 +153,8 @@ def _look(bench: Measuring, target: Target, logbook: Logbook) -> Look:
     look = bench.look()
     logbook.advance()
     logbook.found(
-        f"look: {len(look.layers)} layers, {look.num_parameters:,} parameters, {look.matmul_share:.0%} of an FP32 step in matmuls "
-        f"and convolutions; batch of {look.effective_batch}; FP32 loss {look.loss:.4g}; {target.numerics}"
+        f"look: {len(look.layers)} layers, {look.num_parameters:,} parameters, {look.matmul_share:.0%} of an FP32 step in "
+        f"matmuls and convolutions; batch of {look.effective_batch}; FP32 loss {look.loss:.4g}; {target.numerics}"
     )
     for remark in (look.unsplittable, look.forbids_fp16):
         if remark:
@@ -184,20 +184,28 @@ def _identity(settings: Settings, target: Target, look: Look, search_space: Sear
     )
 
 
-def _plan(settings: Settings, bench: Measuring, folder: RunFolder, look: Look) -> Plan:
+def _plan(settings: Settings, target: Target, bench: Measuring, folder: RunFolder, look: Look) -> Plan:
     """The window lengths: those of the folder's earlier session, so that its samples count, or from the time of a probe."""
     known = folder.load_stage("plan", Plan)
     if known is not None:
         return known
     batch = Batch(effective=look.effective_batch, micro=look.effective_batch)
     policy = Policy(default="fp32", batch=batch, fingerprint=fingerprint_of(look))
-    # The first window pays for loading kernels; the second shows what a step costs by the clock, speed prediction or not.
-    bench.window(policy, PROBE)
-    start_s = time.monotonic()
-    outcome = bench.window(policy, PROBE)
-    step_s = (time.monotonic() - start_s) / PROBE.steps
-    if isinstance(outcome, Failure):
-        raise AutoprecError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
-    plan = plan_windows(step_s, settings, MOST_BASELINES)
+    # The first window pays for loading kernels and making batches; the others show by the clock what a step and a window cost.
+    _probe_s(bench, policy, PROBES[1])
+    short_s, long_s = (_probe_s(bench, policy, probe) for probe in PROBES)
+    step_s = max(long_s - short_s, 0.0) / (PROBES[1].steps - PROBES[0].steps)
+    overhead_s = max(short_s - step_s * PROBES[0].steps, 0.0)
+    on_cuda = target.device == "cuda"
+    plan = plan_windows(step_s, overhead_s, settings, num_baselines=MOST_BASELINES, on_cuda=on_cuda)
     folder.save_stage("plan", plan)
     return plan
+
+
+def _probe_s(bench: Measuring, policy: Policy, probe: Window) -> float:
+    """Wall seconds of a window, speed prediction or not."""
+    start_s = time.monotonic()
+    outcome = bench.window(policy, probe)
+    if isinstance(outcome, Failure):
+        raise AutoprecError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
+    return time.monotonic() - start_s

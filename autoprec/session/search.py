@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoprec.policy import Policy, Precision, Reason
+from autoprec.policy import LossScale, Policy, Precision, Reason
 from autoprec.records import Candidate, Failure, Measurement, Outcome, Profile, Window
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
@@ -19,6 +19,8 @@ from autoprec.tune.yardstick import Yardstick
 
 # A repair that needs more windows than this costs more than it gains; the front's safer points remain. Own choice.
 MAX_REPAIR_WINDOWS = 16
+# One seed says little, so a trial may depart this many times as far as a verified policy. Own choice; verification decides.
+TRIAL_SLACK = 3.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
     yardstick = Yardstick(
         reference_losses=reference_curve(context, 0)[: window.steps],
         noise_floor=twin_noise(context, context.plan.verify_seeds, window.steps),
-        tolerance=context.settings.tolerance,
+        tolerance=TRIAL_SLACK * context.settings.tolerance,
         memory_limit_bytes=target.memory_limit_bytes,
     )
     candidates = _study(context, space, yardstick, baselines)
@@ -128,7 +130,7 @@ def _study(
         seed=context.settings.seed,
         earlier=earlier,
         on_trial=on_trial,
-        should_stop=context.study_time_is_over if trials is None else lambda: False,
+        should_stop=(lambda: context.study_time_is_over()) if trials is None else (lambda: False),
     )
     feasible = sum(yardstick.feasible(candidate.outcome) for candidate in candidates)
     if trials is None:
@@ -182,15 +184,15 @@ def _lies_in_layers(outcome: Outcome) -> bool:
 
 
 def _base_policy(found: Found, dtype: Precision) -> Policy | None:
-    """The outer knobs to repair under: those of the fastest trial of the compute type, within the limits or not."""
-    of_dtype = [
-        c
-        for c in found.candidates
-        if dtype in (c.policy.default, *c.policy.precisions().values()) and c.role not in found.baselines
-    ]
+    """The outer knobs to repair under: those of the fastest trial of the compute type, with a loss scale of the space."""
+    of_dtype = [c for c in found.candidates if dtype in (c.policy.default, *c.policy.precisions().values())]
     if not of_dtype:
-        return next((c.policy for c in found.candidates if c.policy.default == dtype), None)
-    return max(of_dtype, key=lambda c: _speed(c.outcome)).policy
+        return None
+    policy = max(of_dtype, key=lambda c: _speed(c.outcome)).policy
+    scales = found.space.params().get("init_scale", ())
+    if not policy.needs_loss_scale or policy.loss_scale.init in scales or not scales:
+        return policy
+    return policy.model_copy(update={"loss_scale": LossScale(init=scales[len(scales) // 2])})
 
 
 def _with_plan(base: Policy, plan: Assignment, found: Found, reasons: Mapping[str, Reason] | None = None) -> Policy:

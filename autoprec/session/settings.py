@@ -66,11 +66,7 @@ class Settings:
 
 
 class Plan(Record):
-    """Window lengths that fit the budget.
-
-    The shares follow from what each stage needs to be useful: the study gets 40% of the budget, reference and verification
-    30%; the rest is for the profile and for compiling.
-    """
+    """Window lengths that fit the budget."""
 
     trial_steps: int
     trial_warmup_steps: int
@@ -84,22 +80,38 @@ class Plan(Record):
 # both are choices of this project, checked on the examples (see "How it decides" in the README).
 SHORTEST_TRIAL_STEPS, LONGEST_TRIAL_STEPS = 24, 120
 VERIFY_SEEDS = 3
+# Shares of the budget: FP32 with its twins, the study, the verification. The rest is for profile and execution modes.
+REFERENCE_SHARE, STUDY_SHARE, VERIFICATION_SHARE = 0.2, 0.35, 0.25
+# Arms that are verified on every seed: TF32, two stock AMP, three finalists.
+VERIFIED_ARMS = 6
+# A step of a candidate against FP32's. Source: stock AMP took 0.34 of FP32's step for ResNet-50 on an H200; on a CPU that
+# follows CUDA's rules it took 1.2 to 1.5 of it on the examples.
+CANDIDATE_STEP_ON_CUDA, CANDIDATE_STEP_ON_CPU = 0.4, 1.4
 
 
-def plan_windows(step_s: float, settings: Settings, num_baselines: int) -> Plan:
-    """Sizes every window from the time of one FP32 step.
+def plan_windows(step_s: float, overhead_s: float, settings: Settings, *, num_baselines: int, on_cuda: bool) -> Plan:
+    """Sizes every window from the time of an FP32 window.
 
     Args:
-        step_s: seconds of one FP32 optimizer step, overheads included.
+        step_s: wall seconds of one FP32 optimizer step.
+        overhead_s: wall seconds of a window besides its steps (building the model, copying, cleaning up).
         settings: budget and trials.
         num_baselines: baselines that run before the study.
+        on_cuda: whether the steps run on a GPU.
     """
     step_s = max(step_s, 1e-4)
-    windows = max(settings.trials + num_baselines, 1)
-    trial = int(0.4 * settings.budget_s / windows / step_s)
+    candidate_s = step_s * (CANDIDATE_STEP_ON_CUDA if on_cuda else CANDIDATE_STEP_ON_CPU)
+    budget_s = settings.budget_s
+
+    def steps(share: float, windows: int, seconds: float) -> int:
+        return int((share * budget_s / windows - overhead_s) / seconds)
+
+    trial = steps(STUDY_SHARE, max(settings.trials + num_baselines, 1), candidate_s)
     trial = min(max(trial, SHORTEST_TRIAL_STEPS), LONGEST_TRIAL_STEPS)
-    # FP32, its perturbed twin, three stock set-ups and three finalists on every seed.
-    verify = int(0.3 * settings.budget_s / (8 * VERIFY_SEEDS) / step_s)
+    verify = min(
+        steps(REFERENCE_SHARE, 2 * VERIFY_SEEDS, step_s),
+        steps(VERIFICATION_SHARE, VERIFIED_ARMS * VERIFY_SEEDS, candidate_s),
+    )
     verify = min(max(verify, trial), 4 * trial)
     return Plan(
         trial_steps=trial,
@@ -107,5 +119,5 @@ def plan_windows(step_s: float, settings: Settings, num_baselines: int) -> Plan:
         verify_steps=verify,
         verify_seeds=VERIFY_SEEDS,
         timed_steps=max(20, min(60, trial)),
-        timeout_s=max(120.0, 40 * step_s * max(trial, verify)),
+        timeout_s=max(120.0, 40 * (overhead_s + step_s * verify)),
     )

@@ -18,6 +18,8 @@ from autoprec.tune.verdict import judge
 NUM_FINALISTS = 3
 # Seeds are added while a verdict is inconclusive, up to this many. Own choice: the interval shrinks with the root of the number.
 MAX_SEEDS = 6
+# Extra seeds run only while more than this share of the budget is left.
+EXTRA_SEEDS_SHARE = 0.25
 # Compiling starts only while this much wall time is left. Source: ResNet-50 took 43 s to compile on an H200 (torch 2.11).
 COMPILE_NEEDS_S = 45.0
 # A compiled window may take this much longer than an eager one.
@@ -85,13 +87,19 @@ def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[A
         if isinstance(outcomes[-1], Failure):
             break
     verdict = _judged(context, outcomes)
-    while verdict is not None and verdict.status == "inconclusive" and len(outcomes) < MAX_SEEDS and context.time_left_s > 0:
+    while _may_clear(context, rank, verdict) and len(outcomes) < MAX_SEEDS:
         window = context.verify_window(len(outcomes), f"verification of {name}")
         outcomes.append(context.evaluate(policy, window, role="verification"))
         verdict = _judged(context, outcomes)
     first = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), outcomes[0])
     context.progress.found(f"{name}: {verdict.text if verdict else _why(first)}")
     return _arm(context, name, policy, rank, first, verdict), outcomes[0]
+
+
+def _may_clear(context: Context, rank: int, verdict: Verdict | None) -> bool:
+    """Whether more seeds are worth their time: for what may become the policy, while the budget lasts."""
+    unclear = verdict is not None and verdict.status == "inconclusive"
+    return unclear and rank >= RANK_BASELINE and not context.study_time_is_over(EXTRA_SEEDS_SHARE)
 
 
 def _judged(context: Context, outcomes: Iterable[Outcome]) -> Verdict | None:
@@ -184,12 +192,12 @@ def _variants(eager: list[Arm], stock: list[Arm]) -> list[tuple[Arm, Execution]]
     for arm in eager:
         kinds.setdefault(kind_of(arm.policy), arm)
     heads = sorted(kinds.values(), key=median_s)
-    low = [arm for arm in heads if arm.rank > RANK_TF32][:2] or heads[:1]
+    low = [arm for arm in heads if kind_of(arm.policy)[0] != "fp32"][:2] or heads[:1]
     variants: list[tuple[Arm, Execution]] = [(arm, "compile_cudagraphs") for arm in low]
     variants.append((low[0], "compile"))
     variants += [(arm, "compile") for arm in stock[:1] if arm.name != low[0].name]
-    if eager[0].host_bound and all(arm.rank > RANK_TF32 for arm in low):
-        variants += [(arm, "compile_cudagraphs") for arm in heads if arm.rank <= RANK_TF32][:1]
+    if eager[0].host_bound:
+        variants += [(arm, "compile_cudagraphs") for arm in heads if arm not in low][:1]
     return variants
 
 

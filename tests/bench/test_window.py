@@ -11,7 +11,7 @@ from torch import nn
 
 from autoprec.bench.arms import interleave
 from autoprec.bench.bench import Bench
-from autoprec.bench.data import Batches
+from autoprec.bench.data import Start
 from autoprec.bench.target import resolve_target
 from autoprec.bench.workload import load_workload
 from autoprec.errors import WorkloadError
@@ -224,7 +224,7 @@ def test_a_window_leaves_every_random_state_as_it_was(target):
         target,
         [policy],
         Window(steps=8),
-        Batches(load_workload(str(WORKLOADS / "tiny_mlp.py")), 0, pinned=False),
+        Start(load_workload(str(WORKLOADS / "tiny_mlp.py")), 0, pinned=False),
     )
     assert torch.equal(before, torch.get_rng_state())
 

@@ -14,6 +14,7 @@ import optuna
 import pandas as pd
 import pytest
 import torch
+
 from autoprec import load_policy
 from autoprec.errors import RunFolderError
 from autoprec.records import Candidate, Measurement

@@ -23,23 +23,30 @@ def test_a_setting_outside_its_range_says_what_is_allowed(field, value, words):
         Settings(workload="model.py", **{field: value})
 
 
+def plan(step_s, overhead_s=0.0, **settings):
+    return plan_windows(step_s, overhead_s, Settings(workload="model.py", **settings), num_baselines=8, on_cuda=False)
+
+
 def test_slow_steps_get_short_windows_and_fast_ones_no_more_than_is_useful():
-    settings = Settings(workload="model.py", budget_s=240, trials=24)
-    assert plan_windows(5.0, settings, 8).trial_steps == SHORTEST_TRIAL_STEPS
-    assert plan_windows(1e-5, settings, 8).trial_steps == LONGEST_TRIAL_STEPS
+    assert plan(5.0).trial_steps == SHORTEST_TRIAL_STEPS
+    assert plan(1e-5).trial_steps == LONGEST_TRIAL_STEPS
 
 
-def test_the_planned_windows_fill_the_budget_but_do_not_pass_it():
-    settings = Settings(workload="model.py", budget_s=240, trials=24)
-    plan = plan_windows(0.05, settings, 8)
-    assert 60 < plan.trial_steps * 0.05 * 32 <= 0.4 * 240
-    assert plan.verify_steps >= plan.trial_steps
+def test_the_planned_trials_fill_their_share_of_the_budget_but_do_not_pass_it():
+    windows = 24 + 8
+    assert (
+        0.25 * 240 < plan(0.05, 0.2, budget_s=240.0, trials=24).trial_steps * 0.05 * 1.4 * windows + 0.2 * windows <= 0.35 * 240
+    )
+
+
+def test_a_window_that_costs_more_to_set_up_trains_fewer_steps():
+    assert plan(0.05, 1.0).trial_steps < plan(0.05, 0.0).trial_steps
 
 
 def test_a_verification_window_is_never_shorter_than_a_trial():
     for step_s in (1e-4, 1e-3, 1e-2, 1e-1, 1.0):
-        plan = plan_windows(step_s, Settings(workload="m.py"), 8)
-        assert plan.verify_steps >= plan.trial_steps > plan.trial_warmup_steps
+        made = plan(step_s)
+        assert made.verify_steps >= made.trial_steps > made.trial_warmup_steps
 
 
 @pytest.mark.parametrize(
