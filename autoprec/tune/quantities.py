@@ -54,11 +54,11 @@ def duration(seconds: float | None) -> str:
 
 
 def gap(loss_gap: float | None) -> str:
-    """A relative loss gap in percent: ``0.31 %``; sizes that no reader needs as ``under 0.01 %``."""
+    """A relative loss gap in percent: ``0.31 %``; sizes that no reader needs as ``<0.01 %``."""
     if loss_gap is None:
         return NOTHING
     if not math.isfinite(loss_gap):
         return "not finite"
     if 0 < abs(loss_gap) < LEAST_GAP:
-        return "under 0.01 %"
+        return "<0.01 %"
     return f"{significant(100 * loss_gap, 2)} %"

@@ -61,7 +61,8 @@ def tiles(data: ReportData) -> list[Tile]:
         if gain is None:
             continue
         detail = role_words(over)
-        if over == data.stock_arm and evidence and evidence.speedup_low and evidence.speedup_high:
+        measured = data.speed_origin == "measured"  # predicted step times are all equal: no interval over them
+        if measured and over == data.stock_arm and evidence and evidence.speedup_low and evidence.speedup_high:
             detail += f"; 95% interval {quantities.ratio(evidence.speedup_low)} to {quantities.ratio(evidence.speedup_high)}"
         made.append(Tile(label=label, value=quantities.ratio(gain), detail=detail, origin=data.speed_origin))
     tuned, stock = data.arm(data.tuned_arm), data.arm(data.stock_arm)
