@@ -20,8 +20,7 @@ from torch.nn.modules import module as module_hooks
 
 from autoprec.policy import Backend
 from autoprec.runtime.backend import set_flags
-from autoprec.runtime.layers import _WRAPPER_PARTS as WRAPPER_PARTS
-from autoprec.runtime.layers import unwrap
+from autoprec.runtime.layers import aliases, named_layers
 
 LOSS = "<loss>"
 
@@ -31,10 +30,11 @@ _LAST_NODE = 2**63
 
 def layer_names(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
     """Every module with all the dotted names it is registered under, the first one first; wrappers are looked through."""
-    names: dict[nn.Module, tuple[str, ...]] = {}
-    for name, module in unwrap(model).named_modules(remove_duplicate=False):
-        plain = ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
-        names[module] = (*names.get(module, ()), plain)
+    named = named_layers(model)
+    names: dict[nn.Module, tuple[str, ...]] = {module: (name,) for name, module in named.items()}
+    for alias, first in aliases(model).items():
+        if alias != first:
+            names[named[first]] = (*names[named[first]], alias)
     return names
 
 

@@ -54,7 +54,7 @@ class Bench:
     def profile(self, precisions: Sequence[Precision]) -> Profile:
         """Costs and risks of every layer."""
         seen, trace = self._traced()
-        return profile(self._workload, self._target, seen, trace, precisions)
+        return profile(self._workload, self._target, seen, precisions, trace=trace)
 
     def _traced(self) -> tuple[Look, OpTrace]:
         if self._look is None or self._trace is None:
