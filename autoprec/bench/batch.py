@@ -15,7 +15,7 @@ from autoprec.runtime.tree import iter_tensors, map_tensors
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def to_device(batch: Any, device: str, *, channels_last: bool = False) -> Any:
+def to_device(batch: Any, device: str, channels_last: bool = False) -> Any:
     """Copies a batch to ``device`` without waiting for it (from pinned memory); structure and types are kept.
 
     Args:
