@@ -29,7 +29,8 @@ _RNN = ("_cudnn_rnn", "mkldnn_rnn", "_thnn_fused", "lstm", "gru_", "miopen_rnn",
 _NORM = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")
 _LINALG = (
     "_fft_", "fft_", "linalg_", "_linalg", "lu_solve", "lu_unpack", "cholesky", "_cholesky", "logdet", "slogdet", "det",
-    "inverse", "triangular_solve", "ormqr", "geqrf", "qr", "svd", "_svd", "pinverse", "lstsq", "symeig", "matrix_exp", "stft", "istft",
+    "inverse", "triangular_solve", "ormqr", "geqrf", "qr", "svd", "_svd", "pinverse", "lstsq", "symeig",
+    "matrix_exp", "stft", "istft",
 )  # fmt: skip
 _NOT_LINALG = frozenset("linalg_vector_norm linalg_vecdot linalg_multi_dot linalg_cross linalg_matrix_norm".split())
 _REDUCTION = frozenset(

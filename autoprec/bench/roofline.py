@@ -53,7 +53,7 @@ convolutions at full bandwidth explains 8 of these 20 ms; the same factor gives 
 ODD_SIZE_PENALTY = 4.0
 """How much longer a 16-bit or TF32 matmul takes whose features are not a multiple of 8.
 
-Source: one H200, torch 2.11: MLP 1023-8191-8191-10 in fp16: 27.0 ms unpadded against 8.4 ms padded, 2 ms of each being other work.
+Source: one H200, torch 2.11: MLP 1023-8191-8191-10 in fp16: 27.0 ms unpadded, 8.4 ms padded, 2 ms of each are other work.
 """
 
 KERNEL_S = 3e-6
