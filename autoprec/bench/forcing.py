@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.bench.attribution import running_node
-from autoprec.bench.ops import base_name
+from autoprec.bench.ops import RANDOM, base_name
 from autoprec.runtime.tree import map_tensors
 
 LOST = 2.0**-6
@@ -299,10 +299,7 @@ def _square(tensor: Tensor) -> Tensor:
     return tensor.double().square().sum()
 
 
-_RANDOM = frozenset(
-    "native_dropout bernoulli normal uniform rand_like randn_like exponential cauchy log_normal geometric rrelu_with_noise "
-    "rand randn".split()
-)
+_DRAWING = RANDOM | frozenset("native_dropout rand_like randn_like rrelu_with_noise rand randn".split())
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -317,7 +314,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = base_name(func)
         if "attention" in name:
             _without_dropout(func, args, kwargs)
-        if name not in _RANDOM:
+        if name not in _DRAWING:
             return func(*args, **kwargs)
         asked = kwargs.get("dtype")
         first = args[0] if args and isinstance(args[0], Tensor) else None

@@ -66,6 +66,9 @@ _COPY = frozenset(
     "pixel_shuffle pixel_unshuffle channel_shuffle meshgrid record_stream set_ _cudnn_init_dropout_state".split()
 )
 
+# In place, these read nothing of what was there, which may be uninitialised memory.
+RANDOM = frozenset("bernoulli normal uniform exponential cauchy log_normal geometric random".split())
+
 # Cast to the autocast dtype under CUDA's autocast, besides every HEAVY kind.
 _LOWER = frozenset("prelu _prelu_kernel".split())
 # Computed and answered in float32 under CUDA's autocast.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autoprec.bench.attribution import LayerStack, float32_reference, layer_names
 from autoprec.bench.dtype_plan import plan_dtypes
-from autoprec.bench.ops import DEEP_SUMS, EXP_LIKE, no_half_kernel, tensors_in
+from autoprec.bench.ops import DEEP_SUMS, EXP_LIKE, RANDOM, base_name, no_half_kernel, tensors_in
 from autoprec.bench.optrace import Op, OpTrace
 from autoprec.bench.trace import OpRecorder
 from autoprec.policy import Precision
@@ -109,7 +109,7 @@ class RangeRecorder(OpRecorder):  # type: ignore[no-untyped-call]
         before = [tensor for tensor in (*tensors_in(args), *tensors_in(kwargs or {})) if tensor.is_floating_point()]
         if self.in_backward and not self._stack.inside:  # what was made before is a saved activation, not a gradient
             before = [tensor for tensor in before if self._memory.value(tensor).id >= self._made_forward]
-        read = _largest(before)
+        read = None if base_name(func) in RANDOM else _largest(before)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         op = self.ops[-1]
         quiet = op.kind == "view" or not op.is_work

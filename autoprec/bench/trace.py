@@ -164,7 +164,12 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sources[value.id] = merged
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Pack hook of autograd's saved tensors: notes what is kept, changes nothing."""
+        """Pack hook of autograd's saved tensors: notes what is kept, changes nothing.
+
+        What a recomputation keeps inside the backward pass lives for one checkpointed part only and is not counted.
+        """
+        if self.in_backward:
+            return tensor
         value = self._memory.value(tensor)
         if value.origin == "made" or value.origin == "data":
             self._kept.append((value, created_nodes() - 1))
