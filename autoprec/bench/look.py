@@ -166,7 +166,7 @@ def _has_image_conv(trace: OpTrace) -> bool:
 
 def _matmul_share(workload: Workload, target: Target, model: nn.Module, batch: Any, trace: OpTrace) -> float:
     """Share of the FP32 step in matmuls and convolutions: from the profiler where speed is measured, else from the roofline."""
-    if target.timing == "predicted":
+    if target.timing == "predicted" and target.gpu is not None:
         return predict_matmul_share(trace, target.gpu)
     part = part_of(batch, trace.samples, workload.batch_size)
     times = measure_step(model, lambda: workload.loss(model, part), target.device)

@@ -168,7 +168,7 @@ def _rnn_flops(args: Sequence[Any], *, backward: bool) -> int:
         return 0
     rows = sequence.numel() // max(sequence.shape[-1], 1)
     forward = 2 * rows * sum(value.numel() for value in weights if isinstance(value, Tensor) and value.dim() == 2)
-    return 2 * forward if backward else forward
+    return int(2 * forward if backward else forward)
 
 
 def _flat(values: Any) -> list[Any]:

@@ -39,7 +39,7 @@ UNSERVED = 0.1
 """Share of a layer's non-zero gradients under 2^-24 from which a scale is too small for the layer. Assumption."""
 
 LARGEST_EXPONENT, LEAST_EXPONENT = 64, -96
-SCALE_EXPONENTS = range(0, 25)
+SCALE_EXPONENTS = range(25)
 """Loss scales worth having: GradScaler's floor of 1 up to 2^24."""
 
 # Larger values are masks (finfo.min, -1e30 and the like), not results.

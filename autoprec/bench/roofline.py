@@ -295,7 +295,8 @@ def predict_cast_s_per_byte(gpu: Gpu) -> float:
 class RooflineSpeed:
     """Speed and memory of policies on one GPU, predicted from one trace; remembers what it has predicted."""
 
-    def __init__(self, trace: OpTrace, gpu: Gpu, look: Look | None = None) -> None:
+    def __init__(self, trace: OpTrace, gpu: Gpu | None, look: Look | None = None) -> None:
+        """Without a ``gpu`` only memory can be predicted."""
         self._trace = trace
         self._gpu = gpu
         self._effective = look.effective_batch if look is not None else trace.samples
@@ -305,7 +306,7 @@ class RooflineSpeed:
         """Predicted seconds of one optimizer step."""
         key = policy.setup_hash()
         if key not in self._steps:
-            self._steps[key] = predict_step_s(self._trace, policy, self._gpu)
+            self._steps[key] = predict_step_s(self._trace, policy, self._card())
         return self._steps[key]
 
     def peak_bytes(self, policy: Policy) -> int:
@@ -315,4 +316,9 @@ class RooflineSpeed:
     @property
     def loss_s(self) -> float:
         """Predicted seconds of the work outside every module in one FP32 step."""
-        return _uniform_times(self._trace, self._gpu, "fp32").get(LOSS, 0.0)
+        return _uniform_times(self._trace, self._card(), "fp32").get(LOSS, 0.0)
+
+    def _card(self) -> Gpu:
+        if self._gpu is None:
+            raise ValueError("speed can only be predicted for a card of the GPU table")
+        return self._gpu

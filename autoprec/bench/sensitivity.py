@@ -119,7 +119,7 @@ def record(scene: Scene) -> Tape:
 
 
 def _draws(scene: Scene) -> AbstractContextManager[Any]:
-    return SameDraws() if scene.random else nullcontext()
+    return SameDraws() if scene.random else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def score(
@@ -190,8 +190,9 @@ def _forced_pass(
             contexts.enter_context(context)
         applied = apply_policy(scene.model, policy)
         contexts.callback(applied.remove)
-        for context in (_draws(scene), forcer.active(), stack or nullcontext()):
-            contexts.enter_context(context)
+        contexts.enter_context(_draws(scene))
+        contexts.enter_context(forcer.active())
+        contexts.enter_context(stack or nullcontext())
         with applied.autocast():
             value = scene.loss(scene.model, scene.batch)
         (value.float() * scale).backward()  # type: ignore[no-untyped-call]
@@ -247,8 +248,8 @@ def _combine(found: _Errors, twin: _Errors, loss: float) -> Score:
     gradients = [*_meaningful(found.inputs, twin.inputs), *_meaningful(found.parameters, twin.parameters)]
     gradient = max(gradients, default=0.0)
     output = found.output if twin.output < MEANINGLESS**2 else 0.0
-    parts = [min(part, 1.0) if math.isfinite(part) else 1.0 for part in (harm, output, gradient)]
-    return Score(sum(parts), *parts, bad=found.bad)
+    harm, output, gradient = (min(part, 1.0) if math.isfinite(part) else 1.0 for part in (harm, output, gradient))
+    return Score(harm + output + gradient, harm, output, gradient, bad=found.bad)
 
 
 def _meaningful(errors: list[float | None], twin: list[float | None]) -> list[float]:

@@ -89,7 +89,7 @@ class OpRecorder(TorchDispatchMode):
     """Records every dispatched operation with its layer; used inside a ``LayerStack``."""
 
     def __init__(self, stack: LayerStack, model: nn.Module, data: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stack = stack
         self._memory = _Memory(model, data)
         self._forward_of_node: dict[int, int] = {}
