@@ -7,7 +7,7 @@ host's launches. What comes out is a ranking with sane proportions, never a meas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoprec.bench.attribution import LOSS
 from autoprec.bench.dtype_plan import BYTES, Dtype, PlannedOp, plan_dtypes
@@ -91,7 +91,7 @@ GRAPH_LAUNCH_S = 50e-6
 class Setting:
     """What besides precision changes an operation's time."""
 
-    backend: Backend = Backend()
+    backend: Backend = field(default_factory=Backend)
     padded: frozenset[str] = frozenset()
     compiled: bool = False
 
