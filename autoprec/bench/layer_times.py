@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -105,7 +104,7 @@ def _sum_up(events: Any, stack: LayerStack, device: str) -> StepTimes:
     by_layer: dict[str, float] = {}
     heavy = total = 0.0
     for event in events:
-        if event.device_type != DeviceType.CPU or event.name.startswith((_MARK, "ProfilerStep")):
+        if event.device_type.name != "CPU" or event.name.startswith((_MARK, "ProfilerStep")):
             continue
         microseconds = _device_us(event) if device == "cuda" else _cpu_us(event)
         if not microseconds:
