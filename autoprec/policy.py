@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from autoprec.errors import PolicyError, suggest
 
@@ -31,6 +32,13 @@ Origin = Literal["measured", "predicted"]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
 
 
 class Part(BaseModel):
@@ -169,12 +177,14 @@ class Fingerprint(Part):
 
 
 class Figures(Part):
-    """One arm of the final comparison. Throughput in samples/s, peak memory in bytes, loss gap relative to FP32."""
+    """One arm of the final comparison. Throughput in samples/s, peak memory in bytes, loss gap relative to FP32; None where
+    nothing was measured or the loss did not stay finite (JSON has no infinity).
+    """
 
     name: str
     samples_per_s: PositiveFloat | None
     peak_bytes: Annotated[int, Field(ge=0)] | None = None
-    loss_gap: float | None = None
+    loss_gap: FiniteOrNone = None
     speed_origin: Origin
 
 
@@ -184,7 +194,7 @@ class Evidence(Part):
     run: str
     verdict: Literal["passed", "rejected", "inconclusive", "unverified"]
     speed_origin: Origin
-    loss_gap: float | None = None
+    loss_gap: FiniteOrNone = None
     tolerance: PositiveFloat | None = None
     speedup_vs_fp32: PositiveFloat | None = None
     speedup_vs_stock_amp: PositiveFloat | None = None
