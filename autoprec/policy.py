@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -281,18 +281,24 @@ def _problems(error: ValidationError) -> str:
 
 
 def _fields_at(path: tuple[int | str, ...]) -> tuple[str, ...]:
-    model: type[BaseModel] = Policy
-    for step in path:
-        if str(step) not in model.model_fields:
-            return tuple(LayerSetting.model_fields)
-        annotation = model.model_fields[str(step)].annotation
-        parts = [
-            a for a in (annotation, *getattr(annotation, "__args__", ())) if isinstance(a, type) and issubclass(a, BaseModel)
-        ]
-        if not parts:
-            return tuple(LayerSetting.model_fields) if str(step) == "layers" else ()
-        model = parts[0]
-    return tuple(model.model_fields)
+    """The keys that are known at a path of the file; a layer's name or an arm's index counts as a step."""
+    model: type[BaseModel] | None = Policy
+    steps = iter(path)
+    for step in steps:
+        field = model.model_fields.get(str(step)) if model else None
+        if field is None:
+            return ()
+        model = _part_in(field.annotation)
+        if get_origin(field.annotation) in (dict, tuple):
+            next(steps, None)
+    return tuple(model.model_fields) if model else ()
+
+
+def _part_in(annotation: object) -> type[BaseModel] | None:
+    """The part that an annotation such as ``dict[str, LayerSetting]`` or ``Reason | None`` holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((part for inner in get_args(annotation) if (part := _part_in(inner))), None)
 
 
 def parse_policy(text: str, *, source: str = "policy") -> Policy:

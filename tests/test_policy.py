@@ -130,6 +130,7 @@ def test_every_problem_is_listed_at_once_with_its_path():
         (("layers", "head"), "precission", "precision"),
         (("layers", "head", "reason"), "txt", "text"),
         (("evidence",), "verdikt", "verdict"),
+        (("evidence", "arms", 0), "los_gap", "loss_gap"),
         (("backend",), "chanels_last", "channels_last"),
     ],
 )
@@ -139,7 +140,7 @@ def test_an_unknown_key_is_refused_and_the_nearest_one_suggested(path, misspelt,
     for step in path:
         place = place[step]
     place[misspelt] = True
-    assert f"{'.'.join((*path, misspelt))}: unknown key. Did you mean '{meant}'?" in refusal(data)
+    assert f"{'.'.join(map(str, (*path, misspelt)))}: unknown key. Did you mean '{meant}'?" in refusal(data)
 
 
 def test_a_newer_version_says_so_and_what_to_do():
@@ -188,7 +189,7 @@ def test_a_batch_that_does_not_multiply_out_is_refused_with_the_figures():
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(PolicyError, match="No policy at .*nowhere.json"):
+    with pytest.raises(PolicyError, match=r"No policy at .*nowhere.json"):
         load_policy(tmp_path / "nowhere.json")
     with pytest.raises(PolicyError, match="Cannot read"):
         load_policy(tmp_path)

@@ -37,7 +37,13 @@ any_float = st.floats(allow_nan=False)
 )
 def test_a_candidate_with_any_samples_survives_its_line_of_json(losses, times, skipped, scale, note):
     outcome = measurement(
-        losses=losses, step_times_s=times, skipped_steps=skipped, late_skipped_steps=1, final_scale=scale, host_bound=True, note=note
+        losses=losses,
+        step_times_s=times,
+        skipped_steps=skipped,
+        late_skipped_steps=1,
+        final_scale=scale,
+        host_bound=True,
+        note=note,
     )
     window = Window(steps=6, warmup_steps=2, seed=3, perturbation=2**-24, timeout_s=9.5, purpose="repair")
     candidate = Candidate(number=4, role="search", policy=policy(), window=window, outcome=outcome, trial=2)
@@ -94,7 +100,9 @@ def test_another_window_is_another_evaluation(change):
 def test_another_set_up_is_another_evaluation():
     window = Window(steps=5)
     assert evaluation_key(policy(), window) != evaluation_key(policy(execution="compile"), window)
-    assert evaluation_key(policy(), window) != evaluation_key(policy(batch=Batch(effective=8, micro=4, accumulation_steps=2)), window)
+    assert evaluation_key(policy(), window) != evaluation_key(
+        policy(batch=Batch(effective=8, micro=4, accumulation_steps=2)), window
+    )
 
 
 def test_records_are_frozen_and_refuse_unknown_keys():

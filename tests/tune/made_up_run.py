@@ -83,9 +83,7 @@ def policy(**changes: object) -> Policy:
         "default": "fp16",
         "layers": {
             "head": LayerSetting(precision="fp32", reason=Reason(kind="range", text="outputs reach 81,920, over 65,504")),
-            **{
-                layer.name: LayerSetting(precision="fp16_pure", reason=norm) for layer in layers() if layer.kind == "BatchNorm2d"
-            },
+            **{layer.name: LayerSetting(precision="fp16_pure", reason=norm) for layer in layers() if layer.kind == "BatchNorm2d"},
         },
         "loss_scale": LossScale(init=8192.0, growth_interval=200),
         "batch": Batch(effective=128, micro=64, accumulation_steps=2),
@@ -156,7 +154,9 @@ def candidates() -> tuple[Candidate, ...]:
     for _ in range(29):
         number = len(made)
         outcome = (
-            {0: OUT_OF_MEMORY, 1: DIVERGED}[number % 4] if number % 8 < 2 else measurement(128 / random_.uniform(2300, 6000), 0.004)
+            {0: OUT_OF_MEMORY, 1: DIVERGED}[number % 4]
+            if number % 8 < 2
+            else measurement(128 / random_.uniform(2300, 6000), 0.004)
         )
         made.append(Candidate(number=number, role="trial", policy=policy(), window=WINDOW, outcome=outcome, trial=number))
     number = len(made)
