@@ -27,7 +27,7 @@ Precision = Literal["fp32", "fp16", "bf16", "fp16_pure", "bf16_pure"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp16_pure", "bf16_pure")
 Execution = Literal["eager", "compile", "compile_cudagraphs"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "compile", "compile_cudagraphs")
-ReasonKind = Literal["range", "sensitivity", "divergence", "speed", "cast_cost", "pinned"]
+ReasonKind = Literal["range", "unsupported", "sensitivity", "divergence", "speed", "cast_cost", "pinned"]
 Origin = Literal["measured", "predicted"]
 
 PositiveInt = Annotated[int, Field(ge=1)]

@@ -18,6 +18,10 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
+from autoprec.policy import Backend
+from autoprec.runtime.backend import set_flags
+from autoprec.runtime.layers import aliases, named_layers
+
 LOSS = "<loss>"
 
 _C: Any = torch._C
@@ -25,11 +29,12 @@ _LAST_NODE = 2**63
 
 
 def layer_names(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    """Every module with all the dotted names it is registered under, the first one first; compile and DDP prefixes are dropped."""
-    names: dict[nn.Module, tuple[str, ...]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        plain = ".".join(part for part in name.split(".") if part != "_orig_mod")
-        names[module] = (*names.get(module, ()), plain)
+    """Every module with all the dotted names it is registered under, the first one first; wrappers are looked through."""
+    named = named_layers(model)
+    names: dict[nn.Module, tuple[str, ...]] = {module: (name,) for name, module in named.items()}
+    for alias, first in aliases(model).items():
+        if alias != first:
+            names[named[first]] = (*names[named[first]], alias)
     return names
 
 
@@ -151,11 +156,9 @@ class LayerStack:
 
 @contextmanager
 def float32_reference() -> Iterator[None]:
-    """Float32 means float32: TF32 and reduced-precision reductions off inside, as they were afterwards."""
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = (matmul.allow_tf32, cudnn.allow_tf32)
-    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    """Float32 means float32: TF32 and everything else a policy could switch is off inside, as it was afterwards."""
+    undo = set_flags(Backend())
     try:
         yield
     finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+        undo()

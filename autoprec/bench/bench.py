@@ -11,7 +11,7 @@ from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.profile import profile
 from autoprec.bench.roofline import RooflineSpeed
-from autoprec.bench.target import Target
+from autoprec.bench.target import Target, cap_memory
 from autoprec.bench.window import run_window
 from autoprec.bench.workload import Workload, load_workload
 from autoprec.bench.workload_check import check_workload
@@ -28,6 +28,7 @@ class Bench:
         Raises:
             WorkloadError: it cannot be loaded; what is missing or misspelt is named.
         """
+        cap_memory(target)
         self._workload: Workload = workload if isinstance(workload, Workload) else load_workload(workload)
         self._target = target
         self._starts: dict[int, Start] = {}
@@ -53,7 +54,7 @@ class Bench:
     def profile(self, precisions: Sequence[Precision]) -> Profile:
         """Costs and risks of every layer."""
         seen, trace = self._traced()
-        return profile(self._workload, self._target, seen, trace, precisions)
+        return profile(self._workload, self._target, seen, precisions, trace=trace)
 
     def _traced(self) -> tuple[Look, OpTrace]:
         if self._look is None or self._trace is None:
@@ -68,5 +69,8 @@ class Bench:
         return self._starts[seed]
 
     def _speed(self) -> RooflineSpeed | None:
-        """Predicts times for a card that is not here; a measured CPU needs its memory predicted, CUDA nothing."""
-        return RooflineSpeed(self._traced()[1], self._target.gpu) if self._target.device == "cpu" or self._target.gpu else None
+        """Predicts times for a card that is not here, and memory on a CPU; CUDA measures both."""
+        if self._target.gpu is None and self._target.device != "cpu":
+            return None
+        seen, trace = self._traced()
+        return RooflineSpeed(trace, self._target.gpu, seen)

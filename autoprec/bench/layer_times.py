@@ -104,7 +104,7 @@ def _sum_up(events: Any, stack: LayerStack, device: str) -> StepTimes:
     by_layer: dict[str, float] = {}
     heavy = total = 0.0
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU or event.name.startswith((_MARK, "ProfilerStep")):
+        if event.device_type.name != "CPU" or event.name.startswith((_MARK, "ProfilerStep")):
             continue
         microseconds = _device_us(event) if device == "cuda" else _cpu_us(event)
         if not microseconds:

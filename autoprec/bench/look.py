@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 
 from autoprec.bench.batch import split_batch, to_device, why_unsplittable
 from autoprec.bench.layer_times import measure_step
-from autoprec.bench.ops import HEAVY
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.roofline import predict_matmul_share
 from autoprec.bench.target import Target
@@ -45,8 +45,8 @@ def trace_workload(workload: Workload, target: Target, *, seed: int = 0) -> tupl
         batch = to_device(next(iter(workload.batches(workload.batch_size, seed))), target.device)
         micro_batches, reason = possible_micro_batches(model, batch, workload.batch_size)
         traced = _trace_what_fits(workload, model, batch, micro_batches)
-        state_bytes, forbids = _try_optimizer(workload, model, batch, micro_batches[-1])
-    trace = _with_optimizer(traced.op_trace, state_bytes)
+        state_bytes, forbids = _try_optimizer(workload, model)
+    trace = replace(traced.op_trace, optimizer_state_bytes=state_bytes)
     record = Look(
         layers=traced.layers,
         idle=traced.idle,
@@ -109,7 +109,7 @@ def _trace_what_fits(workload: Workload, model: nn.Module, batch: Any, micro_bat
     return trace_model(model, part_of(batch, micro, workload.batch_size), workload.loss, samples=micro)
 
 
-def _try_optimizer(workload: Workload, model: nn.Module, batch: Any, micro: int) -> tuple[int, str]:
+def _try_optimizer(workload: Workload, model: nn.Module) -> tuple[int, str]:
     """Bytes of optimizer state after one step, and why fp16 is off the table (or an empty string).
 
     Takes the step on zero gradients, so no second forward pass is needed; the model is not used for training afterwards.
@@ -139,17 +139,6 @@ def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _with_optimizer(trace: OpTrace, state_bytes: int) -> OpTrace:
-    return OpTrace(
-        ops=trace.ops,
-        saved=trace.saved,
-        samples=trace.samples,
-        num_parameters=trace.num_parameters,
-        num_parameter_tensors=trace.num_parameter_tensors,
-        optimizer_state_bytes=state_bytes,
-    )
-
-
 def odd_layers(model: nn.Module, traced: Traced) -> tuple[str, ...]:
     """Layers that multiply matrices or convolve with a feature, channel or head size that is not a multiple of 8."""
     modules = dict(model.named_modules())
@@ -177,11 +166,8 @@ def _has_image_conv(trace: OpTrace) -> bool:
 
 def _matmul_share(workload: Workload, target: Target, model: nn.Module, batch: Any, trace: OpTrace) -> float:
     """Share of the FP32 step in matmuls and convolutions: from the profiler where speed is measured, else from the roofline."""
-    if target.timing == "predicted":
+    if target.timing == "predicted" and target.gpu is not None:
         return predict_matmul_share(trace, target.gpu)
     part = part_of(batch, trace.samples, workload.batch_size)
     times = measure_step(model, lambda: workload.loss(model, part), target.device)
     return times.heavy_s / times.total_s if times.total_s else 0.0
-
-
-__all__ = ["HEAVY", "look", "odd_layers", "part_of", "possible_micro_batches", "trace_workload"]

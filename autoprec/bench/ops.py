@@ -25,9 +25,12 @@ _MATMUL = frozenset(
 )
 _CONV = ("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose", "conv_tbc", "conv_depthwise", "slow_conv", "_conv_")
 _ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head_attention", "flex_attention")
-_RNN = ("_cudnn_rnn", "mkldnn_rnn", "_thnn_fused", "lstm", "gru", "miopen_rnn", "rnn_tanh", "rnn_relu")
+_RNN = ("_cudnn_rnn", "mkldnn_rnn", "_thnn_fused", "lstm", "gru_", "miopen_rnn", "rnn_tanh", "rnn_relu")
 _NORM = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")
-_LINALG = ("fft", "linalg_", "_linalg", "lu_", "cholesky", "logdet", "inverse", "triangular_solve", "ormqr", "geqrf", "qr", "svd")
+_LINALG = (
+    "_fft_", "fft_", "linalg_", "_linalg", "lu_solve", "lu_unpack", "cholesky", "_cholesky", "logdet", "slogdet", "det", "inverse",
+    "triangular_solve", "ormqr", "geqrf", "qr", "svd", "_svd", "pinverse", "lstsq", "symeig", "matrix_exp", "stft", "istft",
+)  # fmt: skip
 _NOT_LINALG = frozenset("linalg_vector_norm linalg_vecdot linalg_multi_dot linalg_cross linalg_matrix_norm".split())
 _REDUCTION = frozenset(
     "sum mean prod amax amin max min var std var_mean std_mean norm linalg_vector_norm logsumexp _softmax _log_softmax "
@@ -97,9 +100,9 @@ def kind_of(name: str, *, is_view: bool = False) -> OpKind:
     if name in _REDUCTION or any(part in name for part in _POOL):
         return "reduction"
     for kind, parts in _FAMILIES:
-        if any(part in name for part in parts) and not (kind == "linalg" and name in _NOT_LINALG):
+        if any(part in name for part in parts):
             return kind
-    return "elementwise"
+    return "linalg" if name.startswith(_LINALG) and name not in _NOT_LINALG and not name.startswith("detach") else "elementwise"
 
 
 _FAMILIES: tuple[tuple[OpKind, tuple[str, ...]], ...] = (
@@ -107,7 +110,6 @@ _FAMILIES: tuple[tuple[OpKind, tuple[str, ...]], ...] = (
     ("conv", _CONV),
     ("norm", _NORM),
     ("rnn", _RNN),
-    ("linalg", _LINALG),
 )
 
 
@@ -166,7 +168,7 @@ def _rnn_flops(args: Sequence[Any], *, backward: bool) -> int:
         return 0
     rows = sequence.numel() // max(sequence.shape[-1], 1)
     forward = 2 * rows * sum(value.numel() for value in weights if isinstance(value, Tensor) and value.dim() == 2)
-    return 2 * forward if backward else forward
+    return int(2 * forward if backward else forward)
 
 
 def _flat(values: Any) -> list[Any]:

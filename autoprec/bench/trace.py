@@ -19,6 +19,8 @@ from autoprec.bench.attribution import LOSS, LayerStack, created_nodes, float32_
 from autoprec.bench.ops import base_name, flops_of, kind_of, tensors_in
 from autoprec.bench.optrace import Op, OpTrace, Origin, Saved, Value, elements_in_memory
 from autoprec.records import Edge, Layer
+from autoprec.runtime.layers import layer_kind, own_shapes
+from autoprec.runtime.tree import iter_tensors
 
 _NO_STORAGE = (NotImplementedError, RuntimeError)
 
@@ -46,7 +48,7 @@ class _Memory:
         for origin, tensors in (
             ("parameter", list(model.parameters())),
             ("buffer", list(model.buffers())),
-            ("data", _leaves(data)),
+            ("data", list(iter_tensors(data))),
         ):
             for tensor in tensors:
                 number = self._number(tensor)
@@ -87,7 +89,7 @@ class OpRecorder(TorchDispatchMode):
     """Records every dispatched operation with its layer; used inside a ``LayerStack``."""
 
     def __init__(self, stack: LayerStack, model: nn.Module, data: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stack = stack
         self._memory = _Memory(model, data)
         self._forward_of_node: dict[int, int] = {}
@@ -106,10 +108,12 @@ class OpRecorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         backward = self.in_backward or node is not None
         name = base_name(func)
+        # What only looks at its input's memory in another way is a view, whatever the schema says (_unsafe_view, detach).
+        is_view = not func._schema.is_mutable and all(self._memory.key(tensor) in keys for tensor in tensors_in(out))
         op = Op(
             layer=self._stack.current,
             name=name,
-            kind=kind_of(name, is_view=bool(getattr(func, "is_view", False))),
+            kind=kind_of(name, is_view=is_view and bool(keys) and bool(tensors_in(out))),
             phase="backward" if backward else "forward",
             inputs=inputs,
             outputs=self._outputs(out, inputs, keys, backward),
@@ -236,8 +240,8 @@ def _layer(module: nn.Module, aliases: tuple[str, ...], ops: list[Op], calls: di
     return Layer(
         name=aliases[0],
         aliases=aliases[1:],
-        kind=type(module).__name__,
-        parameters={name: tuple(p.shape) for name, p in sorted(module.named_parameters(recurse=False))},
+        kind=layer_kind(module),
+        parameters=dict(sorted(own_shapes(module).items())),
         ops=tuple(dict.fromkeys(op.name for op in ops)),
         calls=max(calls.get(aliases[0], 1), 1),
         flops=sum(op.flops for op in forward),
@@ -265,16 +269,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         for module, mode in modes:
             module.training = mode
-
-
-def _leaves(value: Any) -> list[Tensor]:
-    """Tensors in any nesting of tuples, lists, mappings and objects with attributes (dataclasses)."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    elif hasattr(value, "__dataclass_fields__"):
-        value = list(vars(value).values())
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in _leaves(item)]
-    return []

@@ -2,7 +2,8 @@
 
 CUDA graphs reuse the memory of a step's outputs in the next one. Three things make that safe here: outputs that a caller may
 keep are copied out; gradients that the backward graph handed over are copied out before a further forward would overwrite them
-(accumulation); and a new step is only marked when no earlier forward still waits for its backward.
+(accumulation); and a forward that comes while an earlier one still waits for its backward runs compiled without a graph.
+Source: pytorch#169545 (accumulation into gradients that a later replay overwrites).
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import counters
 
 from autoprec.policy import Execution
 from autoprec.runtime.islands import device_type_of
 from autoprec.runtime.tree import iter_tensors, map_tensors
 
 # Input shapes that get a graph of their own; further ones share one compilation with dynamic shapes and no graph.
-# Source: half of torch._dynamo.config.recompile_limit (8), because training and evaluation each compile a shape.
-_GRAPHED_SHAPES = 4
+# Two: the full and the last batch. Source: torch._dynamo.config.recompile_limit is 8 for one model, and training and evaluation
+# each compile the two graphed shapes, the dynamic variant and the one without graphs.
+_GRAPHED_SHAPES = 2
 # Training outputs up to this size are copied out of the graph's memory; larger ones (logits) are consumed by the loss.
 # Source: 16 MiB take under 10 us to copy at 4 TB/s.
 _COPIED_BYTES = 16 * 2**20
@@ -38,6 +38,12 @@ def compiled_model(model: nn.Module, execution: Execution) -> Callable[..., Any]
     return GraphedModel(model)
 
 
+class _Backward:
+    """A forward's backward: whether it ran. Gone when the autograd graph is."""
+
+    done = False
+
+
 class GraphedModel:
     """Calls a model through ``torch.compile(mode="reduce-overhead")``, which replays CUDA graphs.
 
@@ -50,9 +56,10 @@ class GraphedModel:
         self.model = model
         self.captured = True
         self._graphed: Callable[..., Any] = torch.compile(model, mode="reduce-overhead", dynamic=False)
+        self._ungraphed: Callable[..., Any] = torch.compile(model, dynamic=False)
         self._dynamic: Callable[..., Any] = torch.compile(model, dynamic=True)
         self._shapes: set[tuple[Any, ...]] = set()
-        self._pending: list[weakref.ref[torch.Tensor]] = []
+        self._pending: list[weakref.ref[_Backward]] = []
         self._own_grads: dict[int, weakref.ref[torch.Tensor]] = {}
         self._warned = False
 
@@ -60,14 +67,16 @@ class GraphedModel:
         """Runs the model; tensors and structure of its output are as in eager."""
         if not self.captured:
             return self.model(*args, **kwargs)
-        self._keep_gradients()
-        if not self._waits_for_backward():
-            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         try:
+            if self._waits_for_backward():
+                # The earlier forward's activations lie in the graph's memory, and a replay would overwrite them.
+                return self._ungraphed(*args, **kwargs)
+            self._keep_gradients()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
             output = self._run(args, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except (TorchDynamoException, RuntimeError) as error:
+        except RuntimeError as error:  # torch's compiler errors and those of a failed capture are all of this kind
             return self._fall_back(error, args, kwargs)
         return self._keep_output(output)
 
@@ -77,6 +86,8 @@ class GraphedModel:
             return self._graphed(*args, **kwargs)
         if len(self._shapes) >= _GRAPHED_SHAPES:
             return self._dynamic(*args, **kwargs)
+        # Reached through torch, which loads its compiler when it is first asked for.
+        counters = torch._dynamo.utils.counters
         skips = counters["inductor"]["cudagraph_skips"]
         output = self._graphed(*args, **kwargs)
         self._shapes.add(shapes)
@@ -113,19 +124,17 @@ class GraphedModel:
         return map_tensors(output, keep)
 
     def _await_backward(self, tensor: torch.Tensor) -> None:
-        reference = weakref.ref(tensor)
-        self._pending.append(reference)
-        owner = weakref.ref(self)
+        pending = _Backward()
+        self._pending.append(weakref.ref(pending))
 
         def done(_: torch.Tensor) -> None:
-            graphed = owner()
-            if graphed is not None and reference in graphed._pending:
-                graphed._pending.remove(reference)
+            pending.done = True
 
+        # The hook, and with it ``pending``, lives exactly as long as the autograd graph behind this output.
         tensor.register_hook(done)  # type: ignore[no-untyped-call]
 
     def _waits_for_backward(self) -> bool:
-        return any(reference() is not None for reference in self._pending)
+        return any((pending := reference()) is not None and not pending.done for reference in self._pending)
 
     def _keep_gradients(self) -> None:
         """Moves gradients that the backward graph owns into memory of their own, so that the next micro-batch adds to them."""

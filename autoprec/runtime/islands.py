@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import itertools
+import types
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -31,6 +33,10 @@ HALF_DTYPES: dict[Precision, torch.dtype] = {
 # Where an instance's own replaced forward (another tool's wrapper) waits while the class's forward is ours.
 HELD_FORWARD = "_autoprec_held_forward"
 
+# Before 2.11 a copy cached by an earlier no_grad call of a submodule in the same block is not differentiable either, so that the
+# model starts with an empty cache. Source: pytorch#165068.
+_CACHE_KEEPS_NO_GRAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -41,7 +47,6 @@ class Island:
     Attributes:
         precision: computes in this precision; None keeps the surroundings'.
         outside: precision around it; None for the root. Where it is None or fp32, outputs come back in float32.
-        member: part of a pure island further up rather than a boundary of its own.
         cached: may use autocast's weight-cast cache. Off where another half type in the model could have filled it: the cache
             is keyed by the weight alone.
         multiple: sizes are padded up to multiples of this; 0 for none.
@@ -52,7 +57,6 @@ class Island:
 
     precision: Precision | None = None
     outside: Precision | None = None
-    member: bool = False
     cached: bool = True
     multiple: int = 0
     slow_path: bool = False
@@ -89,7 +93,13 @@ _swapped = weakref.WeakKeyDictionary()
 
 
 def swapped_class(original: type[nn.Module], island: Island) -> type[nn.Module]:
-    """The subclass of ``original`` that computes as ``island`` says; the same one for the same arguments."""
+    """The subclass of ``original`` that computes as ``island`` says; the same one for the same arguments.
+
+    A root gets a class of its own each time: torch.compile counts recompilations by code object and gives up after a few, and
+    one shared by every applied model of the process would use them up.
+    """
+    if island.outside is None:
+        return _make_class(original, island)
     known = _swapped.setdefault(original, weakref.WeakValueDictionary())
     kind = known.get(island)
     if kind is None:
@@ -127,7 +137,7 @@ def _lowered_properties(original: type[nn.Module]) -> dict[str, Any]:
 
 def _lowered_property(computed: property) -> property:
     def get(self: nn.Module) -> Any:
-        value = computed.__get__(self)
+        value = cast(Any, computed.fget)(self)
         dtype = self.__dict__.get(LOWERED)
         return value if dtype is None else value.to(dtype)
 
@@ -139,14 +149,15 @@ def _forward(kind: type[nn.Module], original: type[nn.Module], island: Island) -
     if island.slow_path:
         run = _off_the_fast_path(run)
 
-    @functools.wraps(original.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A tool that kept this bound method from before remove() must get the plain module.
         if not isinstance(self, kind):
             return original.forward(self, *args, **kwargs)
         return run(self, args, kwargs)
 
-    return forward
+    # A code object of its own, for the reason given in swapped_class.
+    own = types.FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
+    return functools.wraps(original.forward)(own)
 
 
 def _innermost(original: type[nn.Module], island: Island) -> Run:
@@ -177,7 +188,7 @@ def _with_precision(inner: Run, island: Island) -> Run:
     if precision == "fp32":
         return _fp32(inner)
     dtype = HALF_DTYPES[precision]
-    run = _pure(inner, island, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
+    run = _pure(inner, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
     return _rising(run) if island.outside in (None, "fp32") else run
 
 
@@ -209,8 +220,10 @@ def _autocast(inner: Run, island: Island, dtype: torch.dtype) -> Run:
     def autocast(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device_type_of(self, args, kwargs)
         # Without gradients the cache would keep weight copies that later forwards in the same block cannot differentiate.
-        # Source: pytorch#65766, #112583, mended in #165068; older versions are supported too.
+        # Source: pytorch#65766, #112583.
         cached = island.cached and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
+        if _CACHE_KEEPS_NO_GRAD and island.outside is None and not torch.compiler.is_compiling():
+            torch.clear_autocast_cache()
         same = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == dtype
         if same and cached == torch.is_autocast_cache_enabled():
             return inner(self, args, kwargs)
@@ -220,14 +233,12 @@ def _autocast(inner: Run, island: Island, dtype: torch.dtype) -> Run:
     return autocast
 
 
-def _pure(inner: Run, island: Island, dtype: torch.dtype) -> Run:
+def _pure(inner: Run, dtype: torch.dtype) -> Run:
     def to_half(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
 
-    deep = not island.member
-
     def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        undo = lower(self, dtype, deep=deep)
+        undo = lower(self, dtype)
         try:
             return inner(self, args, kwargs)
         finally:
@@ -266,12 +277,15 @@ def device_type_of(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[s
     for parameter in module._parameters.values():
         if parameter is not None:
             return parameter.device.type
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
+        return args[0].device.type
     # Floating arguments first: lengths and indices may stay on the CPU beside a model on a GPU.
-    tensors = list(iter_tensors((args, kwargs or {})))
+    tensors = iter_tensors((args, kwargs or {}))
     for tensor in tensors:
         if tensor.is_floating_point():
             return tensor.device.type
-    for tensor in (*module.parameters(), *tensors, *module.buffers()):
+    # One after the other, not all at once: the first parameter answers, and listing them all takes long in a large model.
+    for tensor in itertools.chain(module.parameters(), tensors, module.buffers()):
         return tensor.device.type
     return "cpu"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
@@ -31,8 +31,9 @@ def strip_prefixes(name: str) -> str:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DataParallel, an averaged copy, or ``torch.compile``."""
     while True:
-        if isinstance(model, OptimizedModule):
-            model = model._orig_mod
+        # By name: importing the class would load the whole compiler into jobs that never compile.
+        if type(model).__name__ == "OptimizedModule":
+            model = model.get_submodule("_orig_mod")
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
             model = model.module
         else:
@@ -96,7 +97,7 @@ def own_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     if torch.nn.utils.parametrize.is_parametrized(module):
         # The original is read, not the computed weight: computing it would step spectral_norm's power iteration.
         for name, originals in module.parametrizations.items():  # type: ignore[operator,union-attr]
-            shapes[name] = max((tuple(p.shape) for p in originals.parameters(recurse=False)), key=len)
+            shapes[name] = max((tuple(p.shape) for p in originals.parameters(recurse=False)), key=math.prod)
     return shapes
 
 

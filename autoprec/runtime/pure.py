@@ -1,11 +1,10 @@
 """Parameters used in half precision for the length of one forward, with float32 masters.
 
 The entries of ``module._parameters`` are replaced by casts that autograd sees through, and put back when forward ends. Three
-mechanisms were measured on torch 2.14 (CPU, microseconds a call of a small block, plain cost included): replaced entries 86,
+mechanisms were tried once on torch 2.14 (one CPU core, microseconds a call of a small block, all included): replaced entries 86,
 attribute access through ``__getattr__`` 87, a ``TorchFunctionMode`` 215. All three compile with ``fullgraph=True`` without a
 graph break. Replacing won because it also serves a parent that reads a child's weight without calling the child
 (``nn.MultiheadAttention.out_proj``), casts each parameter once however often it is read, and costs nothing outside forward.
-Source: benchmarks/applier_overhead.py measures the island's cost.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 # Set on a module while its parameters are lowered; the swapped class's parametrized properties look at it.
@@ -31,18 +29,20 @@ class _Lowered(NamedTuple):
     stand_in: Any
 
 
-def lower(module: nn.Module, dtype: torch.dtype, *, deep: bool) -> list[_Lowered]:
-    """Replaces a module's parameters by casts to ``dtype`` and returns what ``restore`` needs.
+def lower(module: nn.Module, dtype: torch.dtype) -> list[_Lowered]:
+    """Replaces parameters by casts to ``dtype`` and returns what ``restore`` needs.
+
+    The module's own parameters are replaced, and those of children that were not swapped (they never run themselves). Every other
+    child casts its own in its own forward: there FSDP2 has gathered them, and a recompute in activation checkpointing, which
+    starts at some child, issues the same operations as the first pass.
 
     Args:
-        module: its own parameters are always lowered, and those of children that were not swapped themselves.
+        module: the module whose forward is about to run.
         dtype: float16 or bfloat16.
-        deep: also go through children that are part of the same pure island. Sharded parameters below are left for their
-            own module's forward, when they have been gathered.
     """
     undo: list[_Lowered] = []
-    _lower_own(module, dtype, undo, sharded_too=True)
-    _lower_children(module, dtype, undo, deep=deep)
+    _lower_own(module, dtype, undo)
+    _lower_children(module, dtype, undo)
     return undo
 
 
@@ -56,18 +56,15 @@ def restore(undo: list[_Lowered]) -> None:
                 entries[name] = master
 
 
-def _lower_children(module: nn.Module, dtype: torch.dtype, undo: list[_Lowered], *, deep: bool) -> None:
+def _lower_children(module: nn.Module, dtype: torch.dtype, undo: list[_Lowered]) -> None:
     for name, child in module._modules.items():
         # A parametrization is computed from float32 masters; only its result is cast.
-        if child is None or name == "parametrizations":
-            continue
-        island = getattr(type(child), "autoprec_island", None)
-        if island is None or (deep and island.member):
-            _lower_own(child, dtype, undo, sharded_too=False)
-            _lower_children(child, dtype, undo, deep=deep)
+        if child is not None and name != "parametrizations" and getattr(type(child), "autoprec_island", None) is None:
+            _lower_own(child, dtype, undo)
+            _lower_children(child, dtype, undo)
 
 
-def _lower_own(module: nn.Module, dtype: torch.dtype, undo: list[_Lowered], *, sharded_too: bool) -> None:
+def _lower_own(module: nn.Module, dtype: torch.dtype, undo: list[_Lowered]) -> None:
     # BatchNorm's kernels take half inputs with float32 weights and statistics, and its running averages need float32.
     # Recurrent layers keep a flat copy of their weights; they run under autocast instead, which casts that.
     if isinstance(module, _NormBase | nn.RNNBase):
@@ -77,8 +74,7 @@ def _lower_own(module: nn.Module, dtype: torch.dtype, undo: list[_Lowered], *, s
     for name, parameter in parameters.items():
         if parameter is None or parameter.dtype == dtype or parameter.dtype not in _LOWERABLE:
             continue
-        if sharded_too or not isinstance(parameter, DTensor):
-            changes.append(_Lowered(parameters, name, parameter, parameter.to(dtype)))
+        changes.append(_Lowered(parameters, name, parameter, parameter.to(dtype)))
     changes += _computed(module, dtype)
     for entries, name, _, stand_in in changes:
         entries[name] = stand_in

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,8 @@ class PolicyScaler(torch.amp.GradScaler):
         self._floor = settings.floor
         self._warned = False
         self._updates = 0
+        self._outcome: bool | torch.Tensor = False
+        self._met: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._stepped: list[bool | torch.Tensor] = []
         self._last: list[bool | torch.Tensor] = []
 
@@ -48,26 +51,41 @@ class PolicyScaler(torch.amp.GradScaler):
         """
         if not self.is_enabled():
             return super().step(optimizer, *args, **kwargs)
-        if needs_closure(optimizer) or "closure" in kwargs or any(callable(arg) for arg in args):
+        if self._meet(optimizer) or "closure" in kwargs or any(callable(arg) for arg in args):
             raise PolicyError(
                 f"{type(optimizer).__name__} steps with a closure, and loss scaling cannot: it would evaluate the loss several "
                 "times with scaled gradients.",
                 hint="Use a policy without fp16 layers (bf16 needs no scaling), or an optimizer whose step takes no closure.",
             )
-        # A fused optimizer decides on the device: it is handed found_inf, which is kept and only read when somebody asks.
-        outcome: list[bool | torch.Tensor] = []
+        self._outcome = False
+        result = super().step(optimizer, *args, **kwargs)
+        self._stepped.append(self._outcome)
+        return result
+
+    def _meet(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the optimizer needs a closure; at the first meeting a hook is left that notes whether it really steps."""
+        known = self._met.get(optimizer)
+        if known is not None:
+            return known
+        this = weakref.ref(self)
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            found_inf = getattr(optimizer, "found_inf", None)
-            outcome.append(True if found_inf is None else found_inf)
+            scaler = this()
+            if scaler is not None:
+                # A fused optimizer decides on the device: it is handed found_inf, which is only read when somebody asks.
+                found_inf = getattr(optimizer, "found_inf", None)
+                scaler._outcome = True if found_inf is None else found_inf
 
-        handle = optimizer.register_step_pre_hook(before)
-        try:
-            result = super().step(optimizer, *args, **kwargs)
-        finally:
-            handle.remove()
-        self._stepped.append(outcome[0] if outcome else False)
-        return result
+        optimizer.register_step_pre_hook(before)
+        self._met[optimizer] = needs_closure(optimizer)
+        return self._met[optimizer]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_met": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._met = weakref.WeakKeyDictionary()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Adapts the scale, as torch's scaler does, and warns once if it is under the policy's floor."""

@@ -21,7 +21,7 @@ def map_tensors(value: Value, fn: TensorFunction) -> Value:
     (named tuples, dict subclasses such as model outputs, frozen dataclasses included). Nothing is changed in place. Other
     objects are left alone. The batch sizes of a packed sequence are never passed to ``fn``: torch wants them on the CPU.
     """
-    return cast(Value, _map(value, fn))
+    return _map(value, fn)  # type: ignore[no-any-return]
 
 
 def _map(value: Any, fn: TensorFunction) -> Any:
@@ -56,7 +56,8 @@ def _map_special(value: Any, fn: TensorFunction) -> Any:
 
 
 def _same(before: Any, after: Any) -> bool:
-    return all(old is new for old, new in zip(before, after, strict=True))
+    # torch.compile cannot compare containers by identity; a rebuilt container is as good there.
+    return not torch.compiler.is_compiling() and all(old is new for old, new in zip(before, after, strict=True))
 
 
 def _map_packed(value: PackedSequence, fn: TensorFunction) -> PackedSequence:
@@ -93,19 +94,17 @@ def _map_mapping(value: Mapping[Any, Any], fn: TensorFunction) -> Any:
         return cast(Any, type(value))(items)
     twin = copy.copy(value)
     for key, item in items.items():
-        if item is not value[key]:
-            twin[key] = item
+        twin[key] = item
     return twin
 
 
 def _map_dataclass(value: Any, fn: TensorFunction) -> Any:
     names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
     items = {name: _map(getattr(value, name), fn) for name in names}
-    changed = {name: item for name, item in items.items() if item is not getattr(value, name)}
-    if not changed:
+    if _same([getattr(value, name) for name in names], items.values()):
         return value
     twin = copy.copy(value)
-    for name, item in changed.items():
+    for name, item in items.items():
         # Past a frozen dataclass's own __setattr__: the twin is new, nobody else holds it.
         object.__setattr__(twin, name, item)
     return twin
@@ -119,5 +118,5 @@ def iter_tensors(value: Any) -> list[torch.Tensor]:
         found.append(tensor)
         return tensor
 
-    map_tensors(value, note)
+    _map(value, note)
     return found

@@ -1,0 +1,330 @@
+"""Measures every layer's own error in one pass: all layers run low, and each is handed exact float32 inputs and gradients.
+
+A float32 pass is recorded first: inputs, outputs and their gradients of every call of every layer (the tape). In the low pass each
+layer's inputs are replaced by the recorded ones in the dtype in which they arrived, and what it returns is compared with the recorded
+output and replaced by it, so that no layer sees another's error; backward does the same with gradients. A container is thereby judged
+by its own operations, between the exact results of its children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoprec.bench.attribution import running_node
+from autoprec.bench.ops import base_name
+from autoprec.runtime.tree import map_tensors
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Call:
+    """One recorded call of a layer: its floating tensors in order, and their gradients (None where none arrived)."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    input_grads: dict[int, Tensor] = field(default_factory=dict)
+    output_grads: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Tape:
+    """A recorded float32 pass: calls by layer, gradients of the parameters, and the loss."""
+
+    calls: dict[str, list[Call]] = field(default_factory=dict)
+    parameter_grads: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    loss: float = 0.0
+
+
+@dataclass
+class LayerErrors:
+    """Squared errors and squared sizes of one layer, as tensors on the device so that nothing waits.
+
+    Each list holds pairs (error, reference): outputs; inputs' gradients; outputs' errors times their gradients. ``bad`` counts
+    values that are not finite where the recorded ones are.
+    """
+
+    outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    input_grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    harms: list[Tensor] = field(default_factory=list)
+    bad: list[Tensor] = field(default_factory=list)
+
+
+class _Tap(torch.autograd.Function):
+    """The identity; notes the gradient that comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, note: Callable[[Tensor], None], copy: bool) -> Tensor:
+        ctx.note = note
+        return tensor.clone() if copy else tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        ctx.note(grad)
+        return grad, None, None
+
+
+class _Force(torch.autograd.Function):
+    """Replaces a tensor by ``exact`` in the tensor's dtype; the gradient that comes back is noted and replaced likewise.
+
+    Values that the dtype cannot hold stay float32: whoever makes them is at fault and would be lifted, and its readers get float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, exact: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.grad = grad
+        forced = exact.detach().to(dtype=tensor.dtype, copy=True)
+        if tensor.dtype == torch.float16 and exact.isfinite().all() and not forced.isfinite().all():
+            return exact.detach().clone()
+        return forced
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return ctx.grad(grad), None, None
+
+
+class _Hooks:
+    """Hooks of its own on every layer; a subclass says what to do with the floating tensors of a call."""
+
+    def __init__(self, layers: dict[str, nn.Module], *, copy: bool) -> None:
+        self._layers = layers
+        self._copy = copy
+        self._seen: dict[str, int] = {}
+        self._again: dict[str, int] = {}
+        self._open: list[tuple[str, int]] = []
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        handles = []
+        for name, module in self._layers.items():
+            handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._after(name), with_kwargs=True, prepend=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            index = self._call_index(name)
+            self._open.append((name, index))
+            place = iter(range(1 << 30))
+
+            def visit(tensor: Tensor) -> Tensor:
+                return self.on_input(name, index, next(place), tensor) if tensor.is_floating_point() else tensor
+
+            return map_tensors(args, visit), map_tensors(kwargs, visit)
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(_module: nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+            index = self._close(name)
+            place = iter(range(1 << 30))
+
+            def visit(tensor: Tensor) -> Tensor:
+                return self.on_output(name, index, next(place), tensor) if tensor.is_floating_point() else tensor
+
+            return map_tensors(output, visit)
+
+        return hook
+
+    def _close(self, name: str) -> int:
+        """The call that ends; calls inside it that ended by an exception (checkpointing's early stop) are dropped."""
+        while self._open:
+            opened, index = self._open.pop()
+            if opened == name:
+                return index
+        return 0
+
+    def _call_index(self, name: str) -> int:
+        """Counts calls; a recomputation in the backward pass (checkpointing) goes over them again from the last one."""
+        if running_node() is None:
+            self._seen[name] = self._seen.get(name, 0) + 1
+            return self._seen[name] - 1
+        self._again[name] = self._again.get(name, 0) + 1
+        return max(self._seen.get(name, 1) - self._again[name], 0)
+
+    def on_input(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def on_output(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Recorder(_Hooks):
+    """Fills a tape during a float32 pass."""
+
+    def __init__(self, layers: dict[str, nn.Module], *, copy: bool) -> None:
+        super().__init__(layers, copy=copy)
+        self.tape = Tape()
+        self._kept: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def on_input(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
+        entry = self._entry(name, call)
+        if running_node() is None:
+            entry.inputs.append(self._keep(tensor))
+        return self._tapped(tensor, entry.input_grads, place)
+
+    def on_output(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
+        entry = self._entry(name, call)
+        if running_node() is None:
+            entry.outputs.append(self._keep(tensor))
+        return self._tapped(tensor, entry.output_grads, place)
+
+    def _entry(self, name: str, call: int) -> Call:
+        calls = self.tape.calls.setdefault(name, [])
+        while len(calls) <= call:
+            calls.append(Call())
+        return calls[call]
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        """Copies where the model changes tensors in place; one copy for one version of a tensor."""
+        if not self._copy:
+            return tensor.detach()
+        key = (id(tensor), tensor._version)
+        if key not in self._kept:
+            self._kept[key] = (tensor, tensor.detach().clone())
+        return self._kept[key][1]
+
+    def _tapped(self, tensor: Tensor, grads: dict[int, Tensor], place: int) -> Tensor:
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return tensor
+
+        def note(grad: Tensor) -> None:
+            grads[place] = grad.detach()
+
+        tapped: Tensor = _Tap.apply(tensor, note, self._copy)  # type: ignore[no-untyped-call]
+        return tapped
+
+
+class Forcer(_Hooks):
+    """Forces a tape's inputs, outputs and gradients upon a low pass and measures what each layer adds of its own."""
+
+    def __init__(self, layers: dict[str, nn.Module], tape: Tape, *, scale: float, perturbation: float = 0.0) -> None:
+        super().__init__(layers, copy=True)
+        self._tape = tape
+        self._scale = scale
+        self._perturbation = perturbation
+        self._generator: torch.Generator | None = None
+        self.errors: dict[str, LayerErrors] = {}
+
+    def on_input(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
+        entry = self._entry(name, call)
+        if entry is None or place >= len(entry.inputs) or entry.inputs[place].shape != tensor.shape:
+            return tensor
+        exact = entry.inputs[place]
+        exact = self._perturbed(exact)
+        recorded = entry.input_grads.get(place)
+
+        def grad(low: Tensor) -> Tensor:
+            if recorded is None:
+                return low
+            found = low.detach().float() / self._scale
+            self._of(name).input_grads.append((_square(found - recorded), _square(recorded)))
+            return self._scaled(recorded, low)
+
+        forced: Tensor = _Force.apply(tensor, exact, grad)  # type: ignore[no-untyped-call]
+        return forced
+
+    def on_output(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
+        entry = self._entry(name, call)
+        if entry is None or place >= len(entry.outputs) or entry.outputs[place].shape != tensor.shape:
+            return tensor
+        exact, recorded = entry.outputs[place], entry.output_grads.get(place)
+        if running_node() is None:
+            self._compare(name, tensor.detach(), exact, recorded)
+
+        def grad(low: Tensor) -> Tensor:
+            return low if recorded is None else self._scaled(recorded, low)
+
+        forced: Tensor = _Force.apply(tensor, exact, grad)  # type: ignore[no-untyped-call]
+        return forced
+
+    def _entry(self, name: str, call: int) -> Call | None:
+        calls = self._tape.calls.get(name, [])
+        return calls[call] if call < len(calls) else None
+
+    def _of(self, name: str) -> LayerErrors:
+        return self.errors.setdefault(name, LayerErrors())
+
+    def _scaled(self, recorded: Tensor, low: Tensor) -> Tensor:
+        return (self._perturbed(recorded) * self._scale).to(low.dtype)
+
+    def _perturbed(self, exact: Tensor) -> Tensor:
+        if not self._perturbation:
+            return exact
+        # A generator of its own: the model's random draws must stay those of the recorded pass.
+        if self._generator is None:
+            self._generator = torch.Generator(exact.device).manual_seed(0)
+        noise = torch.randn(exact.shape, generator=self._generator, device=exact.device, dtype=exact.dtype)
+        return exact * (1 + self._perturbation * noise)
+
+    def _compare(self, name: str, low: Tensor, exact: Tensor, grad: Tensor | None) -> None:
+        errors = self._of(name)
+        finite = exact.isfinite()
+        low = low.to(exact.dtype)
+        errors.bad.append((finite & ~low.isfinite()).sum())
+        zero = torch.zeros((), dtype=exact.dtype, device=exact.device)
+        difference = torch.where(finite, low - exact, zero)
+        errors.outputs.append((_square(difference), _square(torch.where(finite, exact, zero))))
+        if grad is not None:
+            weighted = torch.where(finite, grad * difference, zero).double()
+            # Rounding errors add up like random ones (the first); a bias adds up straight (the second).
+            errors.harms.append(torch.maximum(weighted.square().sum(), weighted.sum().square()))
+
+
+def _square(tensor: Tensor) -> Tensor:
+    return tensor.double().square().sum()
+
+
+_RANDOM = frozenset(
+    "native_dropout bernoulli normal uniform rand_like randn_like exponential cauchy log_normal geometric rrelu_with_noise "
+    "rand randn".split()
+)
+
+
+class SameDraws(TorchDispatchMode):
+    """Random operations on half tensors draw in float32, so that a low pass drops what the float32 pass dropped.
+
+    Fused attention draws inside its kernel, another stream for another dtype; its dropout is switched off in both passes.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        args = list(args)
+        name = base_name(func)
+        if "attention" in name:
+            _without_dropout(func, args, kwargs)
+        if name not in _RANDOM:
+            return func(*args, **kwargs)
+        asked = kwargs.get("dtype")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        low = asked if asked in _HALF else first.dtype if first is not None and first.dtype in _HALF else None
+        if low is None:
+            return func(*args, **kwargs)
+        if asked is not None:
+            kwargs["dtype"] = torch.float32
+        if first is not None:
+            args[0] = first.float()
+        out = func(*args, **kwargs)
+        if func._schema.is_mutable and first is not None:
+            return first.copy_(args[0])
+        return map_tensors(out, lambda tensor: tensor.to(low) if tensor.dtype == torch.float32 else tensor)
+
+
+def _without_dropout(func: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            if index < len(args):
+                args[index] = 0.0
+            else:
+                kwargs["dropout_p"] = 0.0

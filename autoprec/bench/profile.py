@@ -1,0 +1,371 @@
+"""The profile of a workload: what every layer costs in each precision, and what it risks.
+
+A few FP32 training steps under the range screen; then, at the initial weights and after those steps, one recorded FP32 pass, one
+perturbed twin and one low pass for each precision (see ``forcing``); then the time of every layer in each precision, measured on the
+device or predicted by the roofline.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.bench.batch import to_device
+from autoprec.bench.layer_times import StepTimes, measure_cast, measure_step
+from autoprec.bench.look import part_of
+from autoprec.bench.memory import free_memory, is_out_of_memory
+from autoprec.bench.optrace import OpTrace
+from autoprec.bench.ranges import StepRanges, record_step, screen
+from autoprec.bench.roofline import predict_cast_s_per_byte, predict_layer_times
+from autoprec.bench.seeding import seed_everything, untouched_random_state
+from autoprec.bench.sensitivity import Raised, Scene, Score, record, score, twin_errors
+from autoprec.bench.target import Target
+from autoprec.bench.trace import untouched
+from autoprec.bench.workload import Workload
+from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
+from autoprec.records import LayerProfile, Look, Profile, Risk
+from autoprec.runtime import apply_policy
+
+SCREEN_STEPS = 3
+"""FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late drift."""
+
+CPU_SAMPLES = 64
+"""Most samples of a sensitivity pass on a CPU. Assumption: enough rows to meet rare ones, cheap enough to leave the budget alone."""
+
+# A score that is not finite: worse than any combination of finite parts, and still a number a solver can add.
+_BROKEN = 10.0
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model that is being profiled, and its first batches on the device."""
+
+    model: nn.Module
+    batches: tuple[Any, ...]
+    optimizer: torch.optim.Optimizer
+
+
+def profile(
+    workload: Workload,
+    target: Target,
+    look: Look,
+    precisions: Sequence[Precision],
+    *,
+    trace: OpTrace,
+    seed: int = 0,
+    steps: int = SCREEN_STEPS,
+) -> Profile:
+    """Profiles every layer of a workload. Waits for the GPU; process-wide state is restored.
+
+    Args:
+        workload: what to profile; a fresh model is built and trained for ``steps`` FP32 steps.
+        target: where numerics run, and whether times are measured or predicted.
+        look: its layers.
+        precisions: which to profile; fp32 is always among the times.
+        trace: its traced operations, for the roofline.
+        seed: of weights, data and dropout.
+        steps: FP32 steps of the range screen.
+    """
+    began = time.perf_counter()
+    wanted: tuple[Precision, ...] = tuple(dict.fromkeys(("fp32", *precisions)))
+    low = tuple(precision for precision in wanted if precision != "fp32")
+    with untouched_random_state():
+        subject = _subject(workload, target, seed, steps)
+        scorings = [_sensitivity(workload, target, look, subject, subject.batches[0], low)]
+        recorded = _train_recorded(workload, look, subject, trace.samples)
+        scorings.append(_sensitivity(workload, target, look, subject, subject.batches[-1], low, recorded))
+        times, origin_measured, cast_s = _times(workload, target, look, subject, trace, wanted, scorings[-1].raised)
+    layers = _layer_profiles(look, recorded, scorings, times, wanted, measured=origin_measured)
+    base_s = sum(seconds.get("fp32", 0.0) for seconds in times.values())
+    return Profile(
+        layers=layers, cast_s_per_byte=cast_s, base_step_s=base_s, cost_s=time.perf_counter() - began, precisions=wanted
+    )
+
+
+def _subject(workload: Workload, target: Target, seed: int, steps: int) -> _Subject:
+    seed_everything(seed)
+    model = workload.build_model().to(target.device).train()
+    stream = iter(workload.batches(workload.batch_size, seed))
+    batches = tuple(to_device(next(stream), target.device) for _ in range(steps + 1))
+    return _Subject(model, batches, workload.build_optimizer(model))
+
+
+def _train_recorded(workload: Workload, look: Look, subject: _Subject, samples: int) -> list[StepRanges]:
+    """The range screen's FP32 steps; the weights move, so the later scoring sees other values than the first."""
+    names = [layer.name for layer in look.layers]
+    recorded = []
+    for batch in subject.batches[:-1]:
+        part = part_of(batch, samples, workload.batch_size)
+        subject.optimizer.zero_grad(set_to_none=True)
+        recorded.append(record_step(subject.model, part, workload.loss, names))
+        if workload.grad_clip is not None:
+            nn.utils.clip_grad_norm_(subject.model.parameters(), workload.grad_clip)
+        if "closure" not in look.forbids_fp16:
+            subject.optimizer.step()
+    subject.optimizer.zero_grad(set_to_none=True)
+    return recorded
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """Scores by precision and layer from one batch, layers that raised by precision, and the scale used."""
+
+    scores: Mapping[Precision, Mapping[str, Score]]
+    raised: Mapping[Precision, Sequence[Raised]]
+
+
+def _sensitivity(
+    workload: Workload,
+    target: Target,
+    look: Look,
+    subject: _Subject,
+    batch: Any,
+    precisions: Sequence[Precision],
+    recorded: Sequence[StepRanges] = (),
+) -> Scoring:
+    """Scores one batch, or the largest part of it whose recording fits into memory."""
+    sizes = [size for size in look.micro_batches if target.device == "cuda" or size <= CPU_SAMPLES] or [look.micro_batches[-1]]
+    for size in sizes:
+        part = part_of(batch, size, workload.batch_size)
+        try:
+            return _score_part(workload, target, look, subject, part, precisions, recorded)
+        except Exception as error:
+            if not is_out_of_memory(error) or size == sizes[-1]:
+                raise
+        free_memory()
+    raise AssertionError("no size was tried")
+
+
+def _score_part(
+    workload: Workload,
+    target: Target,
+    look: Look,
+    subject: _Subject,
+    part: Any,
+    precisions: Sequence[Precision],
+    recorded: Sequence[StepRanges],
+) -> Scoring:
+    scene = _scene(workload, target, look, subject.model, part)
+    names = [layer.name for layer in look.layers]
+    tape = record(scene)
+    twin = twin_errors(scene, tape, uniform_policy(look, "fp32"))
+    steps = recorded or [record_step_untouched(subject.model, part, workload.loss, names)]
+    fp16_scale = screen(steps, names).scale
+    scores: dict[Precision, Mapping[str, Score]] = {}
+    raised: dict[Precision, Sequence[Raised]] = {}
+    for precision in precisions:
+        scale = fp16_scale if precision.startswith("fp16") else 1.0
+        scores[precision], raised[precision] = score(scene, tape, twin, _policies(look, precision), scale=scale)
+    return Scoring(scores, raised)
+
+
+def record_step_untouched(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], layers: Sequence[str]
+) -> StepRanges:
+    """The range screen of one batch that leaves buffers and gradients as they were."""
+    with untouched(model):
+        return record_step(model, batch, loss, layers)
+
+
+def _policies(look: Look, precision: Precision) -> Callable[[Sequence[str]], Policy]:
+    def policy_of(lifted: Sequence[str]) -> Policy:
+        return uniform_policy(look, precision, lifted=lifted)
+
+    return policy_of
+
+
+def _scene(workload: Workload, target: Target, look: Look, model: nn.Module, part: Any) -> Scene:
+    ops = {name for layer in look.layers for name in layer.ops}
+    random = any(word in name for name in ops for word in ("dropout", "bernoulli", "rand", "normal_", "attention"))
+    return Scene(
+        model=model,
+        batch=part,
+        loss=workload.loss,
+        layers=tuple(layer.name for layer in look.layers),
+        cuda_rules=target.cuda_rules,
+        random=random or _draws(model),
+        in_place=True,
+    )
+
+
+def _draws(model: nn.Module) -> bool:
+    return any(
+        getattr(module, "dropout", None) or isinstance(module, nn.modules.dropout._DropoutNd) for module in model.modules()
+    )
+
+
+def rescore(
+    workload: Workload, target: Target, look: Look, policy: Policy, *, scale: float = 1.0, seed: int = 0
+) -> dict[str, Score]:
+    """Scores every layer in the precision a policy gives it, with the policy's other layers around it active.
+
+    Inputs are exact but arrive in the dtypes of the policy, so what an assignment changes for its neighbours is seen.
+    """
+    with untouched_random_state():
+        subject = _subject(workload, target, seed, 0)
+        size = look.micro_batches[-1]
+        scene = _scene(workload, target, look, subject.model, part_of(subject.batches[0], size, workload.batch_size))
+        tape = record(scene)
+        twin = twin_errors(scene, tape, uniform_policy(look, "fp32"))
+        plain = policy.model_copy(update={"execution": "eager", "backend": Backend()})
+        return score(scene, tape, twin, lambda _lifted: plain, scale=scale)[0]
+
+
+def uniform_policy(look: Look, precision: Precision, *, lifted: Sequence[str] = (), backend: Backend | None = None) -> Policy:
+    """Every layer in one precision, but those in ``lifted`` in fp32 (their descendants keep the precision)."""
+    names = [layer.name for layer in look.layers]
+    wanted: dict[str, Precision] = {name: "fp32" if name in set(lifted) else precision for name in names}
+    default: Precision = wanted.get("", precision)
+    settings: dict[str, LayerSetting] = {}
+    for name in sorted(filter(None, names), key=lambda name: name.count(".")):
+        if wanted[name] != _inherited(name, settings, default):
+            settings[name] = LayerSetting(precision=wanted[name])
+    micro = look.micro_batches[0]
+    return Policy(
+        default=default,
+        layers=settings,
+        batch=Batch(effective=look.effective_batch, micro=micro, accumulation_steps=look.effective_batch // micro),
+        backend=backend or Backend(),
+        fingerprint=Fingerprint.of(
+            {layer.name: layer.signature for layer in look.layers},
+            idle=look.idle,
+            device=look.device_name,
+            capability=look.capability,
+            torch_version=look.torch_version,
+            workload_sha256=look.workload_sha256,
+        ),
+    )
+
+
+def _inherited(name: str, settings: Mapping[str, LayerSetting], default: Precision) -> Precision:
+    while name:
+        name = name.rpartition(".")[0]
+        if name in settings:
+            return settings[name].precision
+    return default
+
+
+def _times(
+    workload: Workload,
+    target: Target,
+    look: Look,
+    subject: _Subject,
+    trace: OpTrace,
+    precisions: Sequence[Precision],
+    raised: Mapping[Precision, Sequence[Raised]],
+) -> tuple[dict[str, dict[Precision, float]], bool, float]:
+    """Seconds by layer and precision, whether they were measured, and seconds per byte of a cast."""
+    if target.timing == "measured":
+        times = _measured_times(workload, target, look, subject, trace.samples, precisions, raised)
+        if times:
+            return times, True, measure_cast(target.device)
+    if target.gpu is None:
+        raise ValueError(f"{target.name} is not in the GPU table and the profiler saw no device times: no layer times to be had.")
+    return predict_layer_times(trace, target.gpu, precisions), False, predict_cast_s_per_byte(target.gpu)
+
+
+def _measured_times(
+    workload: Workload,
+    target: Target,
+    look: Look,
+    subject: _Subject,
+    samples: int,
+    precisions: Sequence[Precision],
+    raised: Mapping[Precision, Sequence[Raised]],
+) -> dict[str, dict[Precision, float]]:
+    times: dict[str, dict[Precision, float]] = {}
+    part = part_of(subject.batches[0], samples, workload.batch_size)
+    for precision in precisions:
+        lifted = [entry.layer for entry in raised.get(precision, ())]
+        backend = Backend(channels_last=look.has_conv)
+        found = _timed(workload, target, subject.model, uniform_policy(look, precision, lifted=lifted, backend=backend), part)
+        if not found.total_s:
+            return {}
+        for layer, seconds in found.by_layer.items():
+            times.setdefault(layer, {})[precision] = seconds
+    return times
+
+
+def _timed(workload: Workload, target: Target, model: nn.Module, policy: Policy, part: Any) -> StepTimes:
+    applied = apply_policy(model, policy)
+    try:
+        batch = to_device(part, target.device, policy.backend.channels_last)
+
+        def forward() -> Tensor:
+            with applied.autocast():
+                return workload.loss(model, batch)
+
+        return measure_step(model, forward, target.device, reference=False)
+    finally:
+        applied.remove()
+
+
+def _layer_profiles(
+    look: Look,
+    recorded: Sequence[StepRanges],
+    scorings: Sequence[Scoring],
+    times: Mapping[str, Mapping[Precision, float]],
+    precisions: Sequence[Precision],
+    *,
+    measured: bool,
+) -> tuple[LayerProfile, ...]:
+    names = [layer.name for layer in look.layers]
+    seen = screen(recorded, names)
+    profiles = []
+    for name in names:
+        risks = [*seen.risks[name], *_found_risks(name, scorings, precisions)]
+        ranges = seen.layers[name]
+        profiles.append(
+            LayerProfile(
+                layer=name,
+                time_s={precision: times.get(name, {}).get(precision, 0.0) for precision in precisions},
+                time_origin="measured" if measured else "predicted",
+                max_output=ranges.max_output,
+                max_grad=ranges.max_grad,
+                underflow_share=ranges.underflow_share(2.0**13),
+                sensitivity={precision: _sensitivity_of(name, precision, scorings) for precision in precisions},
+                risks=tuple(risk for risk in _merged(risks) if risk.precision in precisions),
+            )
+        )
+    return tuple(profiles)
+
+
+def _sensitivity_of(name: str, precision: Precision, scorings: Sequence[Scoring]) -> float:
+    """The worse of the scorings: a hazard that shows on one batch is one."""
+    if precision == "fp32":
+        return 0.0
+    found = [scoring.scores[precision].get(name) for scoring in scorings]
+    if any(_raised_text(name, precision, scoring) for scoring in scorings):
+        return _BROKEN
+    return max((_BROKEN if entry.bad else entry.total for entry in found if entry is not None), default=0.0)
+
+
+def _raised_text(name: str, precision: Precision, scoring: Scoring) -> str:
+    return next((entry.text for entry in scoring.raised.get(precision, ()) if entry.layer == name), "")
+
+
+def _found_risks(name: str, scorings: Sequence[Scoring], precisions: Sequence[Precision]) -> list[Risk]:
+    risks = []
+    for precision in precisions:
+        for scoring in scorings:
+            text = _raised_text(name, precision, scoring)
+            if text:
+                risks.append(Risk(precision=precision, kind="unsupported", hard=True, text=f"raised in {precision}: {text}"))
+            found = scoring.scores.get(precision, {}).get(name)
+            if found is not None and found.bad:
+                text = f"its own results are not finite in {precision}, though its inputs and FP32 results are"
+                risks.append(Risk(precision=precision, kind="range", hard=True, text=text))
+    return risks
+
+
+def _merged(risks: Sequence[Risk]) -> list[Risk]:
+    """One risk of each precision, kind and hardness: the first found."""
+    unique: dict[tuple[Precision, str, bool], Risk] = {}
+    for risk in risks:
+        unique.setdefault((risk.precision, risk.kind, risk.hard), risk)
+    return list(unique.values())

@@ -1,0 +1,263 @@
+"""How much each layer would suffer in each precision, in one low pass per precision whatever the number of layers.
+
+The score of a layer is
+
+    harm^2 / loss^2  +  output error^2  +  gradient error^2,        each part at most 1
+
+* harm^2 is the larger of sum (g d)^2 and (sum g d)^2, for the layer's own error d of its output and the float32 gradient g that
+  arrives there: first-order change of the loss. Source: NVIDIA ModelOpt's gradient scoring of AutoQuantize uses sum (g d)^2.
+* output error is |d| / |y| over all its outputs.
+* gradient error is the largest relative error of its parameters' gradients and of its inputs' gradients. Adam divides by the size of
+  the gradient, so a gradient that flushes to zero is a whole error, however small it was.
+
+Relative errors of quantities that mean nothing in float32 either (the gradient of a bias before a normalisation is zero but for
+rounding) are left out: a twin pass in float32 with inputs and gradients perturbed by ``TWIN`` shows them. Scores are sums of squares of
+independent errors, so they may be added over layers, and an fp32 layer has 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.bench.attribution import LayerStack, float32_reference, layer_names
+from autoprec.bench.cuda_rules import cuda_autocast_rules
+from autoprec.bench.forcing import Forcer, LayerErrors, Recorder, SameDraws, Tape
+from autoprec.bench.memory import is_out_of_memory
+from autoprec.bench.seeding import seeded
+from autoprec.bench.source import describe
+from autoprec.bench.trace import untouched
+from autoprec.policy import Policy
+from autoprec.runtime import apply_policy
+
+TWIN = 2.0**-20
+"""Relative perturbation of the twin pass: some units in the last place of float32 (2^-24), far under half precision (2^-11)."""
+
+MEANINGLESS = 0.05
+"""A quantity that the twin's perturbation moves by more than this share of itself is rounding noise. Assumption: sound gradients move
+by about 1e-5, those that are zero but for rounding by about 1."""
+
+MOST_LIFTS = 16
+"""Layers that may raise in one precision before the pass gives up. Assumption: a model of one kind of block raises in each."""
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a sensitivity pass runs: the model on its device, one batch, its loss, and which rules hold.
+
+    ``random`` says whether the model draws random numbers, ``in_place`` whether it changes tensors in place.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Loss
+    layers: tuple[str, ...]
+    cuda_rules: bool
+    random: bool
+    in_place: bool
+    seed: int = 0
+
+    def modules(self) -> dict[str, nn.Module]:
+        """The layers' modules by name."""
+        by_name = {names[0]: module for module, names in layer_names(self.model).items()}
+        return {name: by_name[name] for name in self.layers}
+
+    def rules(self) -> AbstractContextManager[None]:
+        """CUDA's autocast rules where the CPU stands in for a GPU."""
+        return cuda_autocast_rules() if self.cuda_rules else nullcontext()
+
+
+@dataclass(frozen=True)
+class Score:
+    """One layer in one precision: the combined score and its parts, all squared and relative; ``bad`` where not finite."""
+
+    total: float = 0.0
+    harm: float = 0.0
+    output: float = 0.0
+    gradient: float = 0.0
+    bad: bool = False
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A layer that raised in a precision, and what it said."""
+
+    layer: str
+    text: str
+
+
+@dataclass
+class _Errors:
+    """Errors of a pass as plain numbers: relative, squared; None where the reference is zero."""
+
+    output: float = 0.0
+    harm: float = 0.0
+    inputs: list[float | None] = field(default_factory=list)
+    parameters: list[float | None] = field(default_factory=list)
+    bad: bool = False
+
+
+def record(scene: Scene) -> Tape:
+    """The float32 pass: exact inputs, outputs and gradients of every call of every layer. Memory: about twice the activations."""
+    recorder = Recorder(scene.modules(), copy=scene.in_place)
+    with untouched(scene.model), float32_reference(), seeded(scene.seed), _draws(scene), recorder.active():
+        value = scene.loss(scene.model, scene.batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        recorder.tape.loss = float(value.detach())
+        for parameter in scene.model.parameters():
+            if parameter.grad is not None:
+                recorder.tape.parameter_grads[parameter] = parameter.grad.detach().clone()
+    return recorder.tape
+
+
+def _draws(scene: Scene) -> AbstractContextManager[Any]:
+    return SameDraws() if scene.random else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def score(
+    scene: Scene,
+    tape: Tape,
+    twin: dict[str, _Errors],
+    policy_of: Callable[[Sequence[str]], Policy],
+    *,
+    scale: float,
+) -> tuple[dict[str, Score], list[Raised]]:
+    """One low pass, repeated with a layer lifted to fp32 each time one raises.
+
+    Args:
+        scene: what to run.
+        tape: its float32 recording.
+        twin: errors of the twin pass, see ``twin_errors``.
+        policy_of: the policy to run, given the layers to lift to fp32.
+        scale: loss scale.
+
+    Returns:
+        Scores of the layers that ran, and those that raised.
+    """
+    raised: list[Raised] = []
+    while True:
+        errors, failure = _try_pass(scene, tape, policy_of([entry.layer for entry in raised]), scale)
+        if failure is None:
+            break
+        if any(entry.layer == failure.layer for entry in raised) or len(raised) >= MOST_LIFTS:
+            return {}, [*raised, failure]
+        raised.append(failure)
+    lifted = {entry.layer for entry in raised}
+    quiet = _Errors()
+    scores = {name: _combine(found, twin.get(name, quiet), tape.loss) for name, found in errors.items() if name not in lifted}
+    return scores, raised
+
+
+def _try_pass(scene: Scene, tape: Tape, policy: Policy, scale: float) -> tuple[dict[str, _Errors], Raised | None]:
+    stack = LayerStack(scene.model)
+    failure: Raised | None = None
+    try:
+        return _forced_pass(scene, tape, policy, scale, stack=stack), None
+    except Exception as error:  # whatever a kernel or a user's module raises in half precision is a finding, not a crash
+        if is_out_of_memory(error):
+            raise
+        failure = Raised(_nearest_layer(stack.raised_in or "", scene.layers), describe(error))
+    return {}, failure
+
+
+def _nearest_layer(name: str, layers: Sequence[str]) -> str:
+    known = set(layers)
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def twin_errors(scene: Scene, tape: Tape, fp32_policy: Policy) -> dict[str, _Errors]:
+    """How far a harmless perturbation of each layer's inputs and gradients moves its results and gradients, in float32."""
+    return _forced_pass(scene, tape, fp32_policy, 1.0, perturbation=TWIN)
+
+
+def _forced_pass(
+    scene: Scene, tape: Tape, policy: Policy, scale: float, *, perturbation: float = 0.0, stack: LayerStack | None = None
+) -> dict[str, _Errors]:
+    modules = scene.modules()
+    forcer = Forcer(modules, tape, scale=scale, perturbation=perturbation)
+    with ExitStack() as contexts:
+        for context in (untouched(scene.model), float32_reference(), seeded(scene.seed), scene.rules()):
+            contexts.enter_context(context)
+        applied = apply_policy(scene.model, policy)
+        contexts.callback(applied.remove)
+        contexts.enter_context(_draws(scene))
+        contexts.enter_context(forcer.active())
+        contexts.enter_context(stack or nullcontext())
+        with applied.autocast():
+            value = scene.loss(scene.model, scene.batch)
+        (value.float() * scale).backward()  # type: ignore[no-untyped-call]
+        grads = {parameter: parameter.grad for parameter in scene.model.parameters() if parameter.grad is not None}
+        return _read(forcer.errors, _parameter_errors(scene, tape, grads, scale))
+
+
+def _parameter_errors(
+    scene: Scene, tape: Tape, grads: dict[nn.Parameter, Tensor], scale: float
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """Error and size of each parameter's gradient, by the layer that uses it: its owner, or its owner's nearest layer."""
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for module, names in layer_names(scene.model).items():
+        layer = _nearest_layer(names[0].partition(".parametrizations")[0], scene.layers)
+        for parameter in module.parameters(recurse=False):
+            exact = tape.parameter_grads.get(parameter)
+            if exact is None or not exact.is_floating_point() or exact.layout != torch.strided:
+                continue
+            low = grads[parameter].float() / scale if parameter in grads else torch.zeros_like(exact)
+            found.setdefault(layer, []).append(((low - exact).double().square().sum(), exact.double().square().sum()))
+    return found
+
+
+def _read(errors: dict[str, LayerErrors], parameters: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, _Errors]:
+    """Everything from the device in one transfer."""
+    tensors: list[Tensor] = []
+    for name, found in errors.items():
+        for pair in (*found.outputs, *found.input_grads, *parameters.get(name, [])):
+            tensors.extend(pair)
+        tensors.extend(found.harms)
+        tensors.extend(found.bad)
+    values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
+    read: dict[str, _Errors] = {}
+    for name, found in errors.items():
+        outputs = [(next(values), next(values)) for _ in found.outputs]
+        inputs = [_relative(next(values), next(values)) for _ in found.input_grads]
+        weights = [_relative(next(values), next(values)) for _ in parameters.get(name, [])]
+        harm = sum(next(values) for _ in found.harms)
+        bad = sum(next(values) for _ in found.bad) > 0
+        error, size = sum(pair[0] for pair in outputs), sum(pair[1] for pair in outputs)
+        read[name] = _Errors(_relative(error, size) or 0.0, harm, inputs, weights, bad)
+    return read
+
+
+def _relative(error: float, size: float) -> float | None:
+    if size == 0.0:
+        return None
+    return error / size if math.isfinite(error) else math.inf
+
+
+def _combine(found: _Errors, twin: _Errors, loss: float) -> Score:
+    harm = found.harm / max(loss * loss, 1e-24)
+    gradients = [*_meaningful(found.inputs, twin.inputs), *_meaningful(found.parameters, twin.parameters)]
+    gradient = max(gradients, default=0.0)
+    output = found.output if twin.output < MEANINGLESS**2 else 0.0
+    harm, output, gradient = (min(part, 1.0) if math.isfinite(part) else 1.0 for part in (harm, output, gradient))
+    return Score(harm + output + gradient, harm, output, gradient, bad=found.bad)
+
+
+def _meaningful(errors: list[float | None], twin: list[float | None]) -> list[float]:
+    """Squared relative errors of what a float32 perturbation leaves standing."""
+    if len(errors) != len(twin):  # a value met fewer gradients in one of the passes
+        twin = [None] * len(errors)
+    return [
+        error
+        for error, shaken in zip(errors, twin, strict=True)
+        if error is not None and (shaken is None or shaken < MEANINGLESS**2)
+    ]
