@@ -103,7 +103,8 @@ def test_the_file_begins_with_the_version_and_lists_layers_in_order():
 
 
 def test_the_published_schema_is_that_of_this_version():
-    assert json.loads(SCHEMA.read_text(encoding="utf-8")) == policy_schema()
+    published = json.loads(SCHEMA.read_text(encoding="utf-8"))
+    assert published == policy_schema(), "write it anew: json.dumps(policy_schema(), indent=2) and a newline"
 
 
 # --- Refusals -------------------------------------------------------------------------------------------------------------
