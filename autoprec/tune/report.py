@@ -172,7 +172,9 @@ def layer_cells(data: ReportData) -> list[LayerCell]:
             gained = times["fp32"] - times[precision] if "fp32" in times and precision in times else None
             sensitivity = harms.get(lowered) if lowered else max(harms.values(), default=None)
             if gained is not None:
-                lines.append(f"gains {quantities.duration(gained)} of {quantities.duration(times['fp32'])} ({found.time_origin})")
+                whole = quantities.duration(times["fp32"])
+                figure = f"gains {quantities.duration(gained)} of {whole}" if gained else f"takes {whole}"
+                lines.append(f"{figure} ({found.time_origin})")
             if sensitivity is not None:
                 lines.append(f"sensitivity {sensitivity:.2g} (measured)")
         if setting and setting.reason:
