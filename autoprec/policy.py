@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from autoprec.errors import PolicyError, suggest
 
@@ -26,11 +27,18 @@ Precision = Literal["fp32", "fp16", "bf16", "fp16_pure", "bf16_pure"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp16_pure", "bf16_pure")
 Execution = Literal["eager", "compile", "compile_cudagraphs"]
 EXECUTIONS: tuple[Execution, ...] = ("eager", "compile", "compile_cudagraphs")
-ReasonKind = Literal["range", "sensitivity", "divergence", "speed", "cast_cost", "pinned"]
+ReasonKind = Literal["range", "unsupported", "sensitivity", "divergence", "speed", "cast_cost", "pinned"]
 Origin = Literal["measured", "predicted"]
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+def _finite_or_none(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
 
 
 class Part(BaseModel):
@@ -169,12 +177,14 @@ class Fingerprint(Part):
 
 
 class Figures(Part):
-    """One arm of the final comparison. Throughput in samples/s, peak memory in bytes, loss gap relative to FP32."""
+    """One arm of the final comparison. Throughput in samples/s, peak memory in bytes, loss gap relative to FP32; None where
+    nothing was measured or the loss did not stay finite (JSON has no infinity).
+    """
 
     name: str
     samples_per_s: PositiveFloat | None
     peak_bytes: Annotated[int, Field(ge=0)] | None = None
-    loss_gap: float | None = None
+    loss_gap: FiniteOrNone = None
     speed_origin: Origin
 
 
@@ -184,7 +194,7 @@ class Evidence(Part):
     run: str
     verdict: Literal["passed", "rejected", "inconclusive", "unverified"]
     speed_origin: Origin
-    loss_gap: float | None = None
+    loss_gap: FiniteOrNone = None
     tolerance: PositiveFloat | None = None
     speedup_vs_fp32: PositiveFloat | None = None
     speedup_vs_stock_amp: PositiveFloat | None = None
@@ -271,18 +281,24 @@ def _problems(error: ValidationError) -> str:
 
 
 def _fields_at(path: tuple[int | str, ...]) -> tuple[str, ...]:
-    model: type[BaseModel] = Policy
-    for step in path:
-        if str(step) not in model.model_fields:
-            return tuple(LayerSetting.model_fields)
-        annotation = model.model_fields[str(step)].annotation
-        parts = [
-            a for a in (annotation, *getattr(annotation, "__args__", ())) if isinstance(a, type) and issubclass(a, BaseModel)
-        ]
-        if not parts:
-            return tuple(LayerSetting.model_fields) if str(step) == "layers" else ()
-        model = parts[0]
-    return tuple(model.model_fields)
+    """The keys that are known at a path of the file; a layer's name or an arm's index counts as a step."""
+    model: type[BaseModel] | None = Policy
+    steps = iter(path)
+    for step in steps:
+        field = model.model_fields.get(str(step)) if model else None
+        if field is None:
+            return ()
+        model = _part_in(field.annotation)
+        if get_origin(field.annotation) in (dict, tuple):
+            next(steps, None)
+    return tuple(model.model_fields) if model else ()
+
+
+def _part_in(annotation: object) -> type[BaseModel] | None:
+    """The part that an annotation such as ``dict[str, LayerSetting]`` or ``Reason | None`` holds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((part for inner in get_args(annotation) if (part := _part_in(inner))), None)
 
 
 def parse_policy(text: str, *, source: str = "policy") -> Policy:

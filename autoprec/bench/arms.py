@@ -16,7 +16,7 @@ from autoprec.bench.timing import StepClock
 from autoprec.bench.training import Training, free_memory, undisturbed
 from autoprec.bench.window import finished, look_at, run_step
 from autoprec.bench.workload import Workload
-from autoprec.errors import AutoprecError
+from autoprec.errors import PolicyMismatch, WorkloadError
 from autoprec.policy import Policy
 from autoprec.records import Failure, Measurement, Outcome, Window
 from autoprec.runtime.backend import set_flags
@@ -42,7 +42,7 @@ class _Arm:
             return
         try:
             action()
-        except AutoprecError:
+        except (WorkloadError, PolicyMismatch):
             raise
         except Exception as error:
             self.failure = failure_of(error, self.policy, self.training.model if self.training else None, self.step)

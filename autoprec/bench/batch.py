@@ -33,15 +33,20 @@ def to_device(batch: Any, device: str, channels_last: bool = False) -> Any:
     return map_tensors(batch, move)
 
 
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Every tensor of a batch, in the order of its structure."""
+    return iter_tensors(batch)
+
+
 def batch_length(batch: Any) -> int | None:
     """Samples in a batch: the size of axis 0 that all its tensors share; None where they share none."""
-    lengths = {tensor.shape[0] for tensor in iter_tensors(batch) if tensor.dim()}
+    lengths = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     return lengths.pop() if len(lengths) == 1 else None
 
 
 def batch_bytes(batch: Any) -> int:
     """Memory of a batch's tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(batch))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
 
 
 def why_unsplittable(batch: Any) -> str:
@@ -49,7 +54,7 @@ def why_unsplittable(batch: Any) -> str:
     strange = next(_other_data(batch), None)
     if strange is not None:
         return f"it holds a {strange}, which cannot be cut along the samples"
-    lengths = sorted({tensor.shape[0] for tensor in iter_tensors(batch) if tensor.dim()})
+    lengths = sorted({tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()})
     if not lengths:
         return "it holds no tensor with an axis of samples"
     if len(lengths) > 1:
@@ -74,7 +79,7 @@ def _other_data(value: Any) -> Iterator[str]:
 
 
 def _items_of(value: Any) -> list[Any] | None:
-    """What a container holds; None for anything else. A packed sequence has its samples interleaved and counts as no container."""
+    """What a container holds; None for anything else, and for a packed sequence, whose samples are interleaved."""
     if isinstance(value, PackedSequence):
         return None
     if isinstance(value, (list, tuple)):
@@ -116,7 +121,7 @@ def pin(batch: Any) -> Any:
 
 def equal_batches(one: Any, other: Any) -> bool:
     """Whether two batches hold the same tensors, in order and to the bit; NaN equals NaN."""
-    mine, yours = iter_tensors(one), iter_tensors(other)
+    mine, yours = tensors_of(one), tensors_of(other)
     return len(mine) == len(yours) and all(_equal(a, b) for a, b in zip(mine, yours, strict=True))
 
 

@@ -11,7 +11,7 @@ from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.profile import profile
 from autoprec.bench.roofline import RooflineSpeed
-from autoprec.bench.target import Target
+from autoprec.bench.target import Target, cap_memory
 from autoprec.bench.window import run_window
 from autoprec.bench.workload import Workload, load_workload
 from autoprec.bench.workload_check import check_workload
@@ -28,6 +28,7 @@ class Bench:
         Raises:
             WorkloadError: it cannot be loaded; what is missing or misspelt is named.
         """
+        cap_memory(target)
         self._workload: Workload = workload if isinstance(workload, Workload) else load_workload(workload)
         self._target = target
         self._starts: dict[int, Start] = {}

@@ -86,12 +86,19 @@ def skipped_steps(scales: list[float], init: float) -> list[int]:
     return [step for step, (before, after) in enumerate(zip([init, *scales], scales, strict=False)) if after < before]
 
 
-def nonfinite_buffer(model: nn.Module) -> str | None:
-    """Name of the first floating buffer that holds NaN or infinity (BatchNorm's running statistics, say)."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and not bool(torch.isfinite(buffer).all()):
-            return name
-    return None
+def nonfinite_buffers(model: nn.Module) -> frozenset[str]:
+    """Names of the floating buffers that hold NaN or infinity."""
+    return frozenset(name for name, buffer in model.named_buffers() if _is_bad(buffer))
+
+
+def broken_buffer(model: nn.Module, at_start: frozenset[str]) -> str | None:
+    """Name of the first buffer that went non-finite in training (BatchNorm's running statistics, say).
+
+    Args:
+        model: after training.
+        at_start: what was non-finite before the first step: masks of minus infinity are no sign of trouble.
+    """
+    return next((name for name, buffer in model.named_buffers() if name not in at_start and _is_bad(buffer)), None)
 
 
 def first_nonfinite_layer(model: nn.Module, run: Callable[[], None]) -> str | None:

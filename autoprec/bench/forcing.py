@@ -1,9 +1,9 @@
 """Measures every layer's own error in one pass: all layers run low, and each is handed exact float32 inputs and gradients.
 
-A float32 pass is recorded first: inputs, outputs and their gradients of every call of every layer (the tape). In the low pass each
-layer's inputs are replaced by the recorded ones in the dtype in which they arrived, and what it returns is compared with the recorded
-output and replaced by it, so that no layer sees another's error; backward does the same with gradients. A container is thereby judged
-by its own operations, between the exact results of its children.
+A float32 pass is recorded first: inputs, outputs and their gradients of every call of every layer (the tape). In the low pass
+each layer's inputs are replaced by the recorded ones in the dtype in which they arrived, and what it returns is compared with
+the recorded output and replaced by it, so that no layer sees another's error; backward does the same with gradients. A container
+is thereby judged by its own operations, between the exact results of its children.
 """
 
 from __future__ import annotations
@@ -18,8 +18,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.bench.attribution import running_node
-from autoprec.bench.ops import base_name
+from autoprec.bench.ops import RANDOM, base_name
 from autoprec.runtime.tree import map_tensors
+
+LOST = 2.0**-6
+"""Share of a tensor that rounding may take before it counts as lost (flushed or overflowed); rounding alone takes 2^-8 at most.
+
+A lost tensor is handed on in float32, as from a producer that was lifted for it: the loss is the producer's fault, not the
+consumer's.
+"""
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -66,7 +73,7 @@ class _Tap(torch.autograd.Function):
         return tensor.clone() if copy else tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.note(grad)
         return grad, None, None
 
@@ -76,12 +83,21 @@ class _Force(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exact: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.grad = grad
-        return exact.detach().to(dtype=tensor.dtype, copy=True)
+        ctx.grad, ctx.dtype = grad, tensor.dtype
+        return exact.detach().to(dtype=tensor.dtype if _holds(tensor.dtype, exact) else exact.dtype, copy=True)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return ctx.grad(grad), None, None
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.grad(grad).to(ctx.dtype), None, None
+
+
+def _holds(dtype: torch.dtype, exact: Tensor) -> bool:
+    """Whether a half type keeps a tensor's value. Waits for the GPU."""
+    if dtype not in _HALF:
+        return True
+    finite = torch.where(exact.isfinite(), exact, 0.0)
+    lost = _square(finite.to(dtype).float() - finite)
+    return bool(lost <= LOST**2 * _square(finite))
 
 
 class _Hooks:
@@ -196,7 +212,7 @@ class Recorder(_Hooks):
         def note(grad: Tensor) -> None:
             grads[place] = grad.detach()
 
-        tapped: Tensor = _Tap.apply(tensor, note, self._copy)  # type: ignore[no-untyped-call]
+        tapped: Tensor = _Tap.apply(tensor, note, self._copy)
         return tapped
 
 
@@ -222,11 +238,14 @@ class Forcer(_Hooks):
         def grad(low: Tensor) -> Tensor:
             if recorded is None:
                 return low
-            found = low.detach().float() / self._scale
-            self._of(name).input_grads.append((_square(found - recorded), _square(recorded)))
-            return self._scaled(recorded, low)
+            handed_on = self._scaled(recorded, low)
+            # Held against what this dtype can say at this scale: rounding the gradient itself is the scale's business, and shows
+            # in the gradients of the parameters it reaches.
+            sayable = (recorded * self._scale).to(low.dtype)
+            self._of(name).input_grads.append((_square((low.detach() - sayable).double() / self._scale), _square(recorded)))
+            return handed_on
 
-        forced: Tensor = _Force.apply(tensor, exact, grad)  # type: ignore[no-untyped-call]
+        forced: Tensor = _Force.apply(tensor, exact, grad)
         return forced
 
     def on_output(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
@@ -240,7 +259,7 @@ class Forcer(_Hooks):
         def grad(low: Tensor) -> Tensor:
             return low if recorded is None else self._scaled(recorded, low)
 
-        forced: Tensor = _Force.apply(tensor, exact, grad)  # type: ignore[no-untyped-call]
+        forced: Tensor = _Force.apply(tensor, exact, grad)
         return forced
 
     def _entry(self, name: str, call: int) -> Call | None:
@@ -280,13 +299,10 @@ def _square(tensor: Tensor) -> Tensor:
     return tensor.double().square().sum()
 
 
-_RANDOM = frozenset(
-    "native_dropout bernoulli normal uniform rand_like randn_like exponential cauchy log_normal geometric rrelu_with_noise "
-    "rand randn".split()
-)
+_DRAWING = RANDOM | frozenset("native_dropout rand_like randn_like rrelu_with_noise rand randn".split())
 
 
-class SameDraws(TorchDispatchMode):
+class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Random operations on half tensors draw in float32, so that a low pass drops what the float32 pass dropped.
 
     Fused attention draws inside its kernel, another stream for another dtype; its dropout is switched off in both passes.
@@ -298,7 +314,7 @@ class SameDraws(TorchDispatchMode):
         name = base_name(func)
         if "attention" in name:
             _without_dropout(func, args, kwargs)
-        if name not in _RANDOM:
+        if name not in _DRAWING:
             return func(*args, **kwargs)
         asked = kwargs.get("dtype")
         first = args[0] if args and isinstance(args[0], Tensor) else None

@@ -53,7 +53,7 @@ class _MarkingStack(LayerStack):
 
     def entered(self, name: str) -> None:
         mark = record_function(_MARK + name)
-        mark.__enter__()
+        mark.__enter__()  # type: ignore[no-untyped-call]
         self._open.append(mark)
 
     def left(self, name: str) -> None:
@@ -104,7 +104,7 @@ def _sum_up(events: Any, stack: LayerStack, device: str) -> StepTimes:
     by_layer: dict[str, float] = {}
     heavy = total = 0.0
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU or event.name.startswith((_MARK, "ProfilerStep")):
+        if event.device_type.name != "CPU" or event.name.startswith((_MARK, "ProfilerStep")):
             continue
         microseconds = _device_us(event) if device == "cuda" else _cpu_us(event)
         if not microseconds:
@@ -139,12 +139,14 @@ def _layer_of(event: Any, stack: LayerStack) -> str:
 
 
 def measure_cast(device: str) -> float:
-    """Seconds to move one byte through a cast from float32 to a 16-bit type (bytes read plus bytes written). Waits for the GPU."""
+    """Seconds to move one byte through a cast from float32 to a 16-bit type (bytes read plus bytes written). Waits for the
+    GPU."""
     source = torch.ones(_CAST_ELEMENTS, device=device)
     source.to(torch.bfloat16)
     moved = _CAST_ELEMENTS * (4 + 2) * _CAST_REPEATS
     if device == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        make: Any = torch.cuda.Event
+        start, end = make(enable_timing=True), make(enable_timing=True)
         start.record()
         for _ in range(_CAST_REPEATS):
             source.to(torch.bfloat16)

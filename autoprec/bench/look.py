@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import platform
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +16,9 @@ from autoprec.bench.roofline import predict_matmul_share
 from autoprec.bench.target import Target
 from autoprec.bench.trace import Traced, trace_model
 from autoprec.bench.workload import Workload
+from autoprec.bench.workload_check import obstacle_of
 from autoprec.records import Look
+from autoprec.runtime.scaler import needs_closure
 
 # Sizes of tensor-core operands: 16-bit matmuls and convolutions run at full rate where they are multiples of 8.
 # Source: NVIDIA, Deep Learning Performance Guide, "Tensor Core Requirements".
@@ -61,18 +61,11 @@ def trace_workload(workload: Workload, target: Target, *, seed: int = 0) -> tupl
         loss=traced.loss,
         forbids_fp16=forbids,
         workload_sha256=workload.sha256,
-        device_name=torch.cuda.get_device_name() if target.device == "cuda" else platform.processor() or platform.machine(),
-        capability=_capability(target),
+        device_name=target.device_name,
+        capability=target.capability,
         torch_version=torch.__version__,
     )
     return record, trace
-
-
-def _capability(target: Target) -> str | None:
-    if target.device != "cuda":
-        return None
-    major, minor = torch.cuda.get_device_capability()
-    return f"{major}.{minor}"
 
 
 def possible_micro_batches(model: nn.Module, batch: Any, effective: int) -> tuple[tuple[int, ...], str]:
@@ -112,31 +105,22 @@ def _trace_what_fits(workload: Workload, model: nn.Module, batch: Any, micro_bat
 def _try_optimizer(workload: Workload, model: nn.Module) -> tuple[int, str]:
     """Bytes of optimizer state after one step, and why fp16 is off the table (or an empty string).
 
-    Takes the step on zero gradients, so no second forward pass is needed; the model is not used for training afterwards.
+    Takes the step on zero gradients, so no second forward pass is needed, and puts the parameters back.
     """
     optimizer = workload.build_optimizer(model)
-    needs_closure = _needs_closure(optimizer)
-    if needs_closure:
-        name = type(optimizer).__name__
-        return 0, f"{name}.step needs a closure, which gradient scaling does not support"
+    forbids = obstacle_of(model, optimizer)
+    if needs_closure(optimizer):
+        return 0, forbids
+    before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer.step()
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), before, strict=True):
             parameter.copy_(value)
             parameter.grad = None
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    complex_names = [name for name, parameter in model.named_parameters() if parameter.is_complex() and parameter.requires_grad]
-    forbids = f"parameter {complex_names[0]} is complex, and gradient scaling knows real numbers only" if complex_names else ""
     return sum(value.numel() * value.element_size() for value in states), forbids
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """True where ``step`` cannot be called without a closure (LBFGS, SAM)."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def odd_layers(model: nn.Module, traced: Traced) -> tuple[str, ...]:
@@ -166,7 +150,7 @@ def _has_image_conv(trace: OpTrace) -> bool:
 
 def _matmul_share(workload: Workload, target: Target, model: nn.Module, batch: Any, trace: OpTrace) -> float:
     """Share of the FP32 step in matmuls and convolutions: from the profiler where speed is measured, else from the roofline."""
-    if target.timing == "predicted":
+    if target.timing == "predicted" and target.gpu is not None:
         return predict_matmul_share(trace, target.gpu)
     part = part_of(batch, trace.samples, workload.batch_size)
     times = measure_step(model, lambda: workload.loss(model, part), target.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 
@@ -24,4 +25,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 def free_memory() -> None:
     """Hands unused memory back. Call it outside the ``except`` block: inside, the traceback still holds the tensors."""
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where CUDA has not been started
+    # Does nothing where CUDA has not been started. After a CUDA error every call raises, and there is nothing left to free.
+    with contextlib.suppress(RuntimeError):
+        torch.cuda.empty_cache()

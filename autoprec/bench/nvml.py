@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import pynvml
 
-# Reasons that make samples worthless: the card slows down because of heat or power, not because it is idle.
+# Reasons that make samples worthless: heat or a power brake hold the clocks down. A software power cap is how a card under full
+# load runs for good, and its samples are what training will see.
 # Source: NVIDIA, NVML API reference, nvmlClocksEventReasons.
 _THROTTLE = (
-    pynvml.nvmlClocksEventReasonSwPowerCap
-    | pynvml.nvmlClocksThrottleReasonHwSlowdown
+    pynvml.nvmlClocksThrottleReasonHwSlowdown
     | pynvml.nvmlClocksEventReasonSwThermalSlowdown
     | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
     | pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown

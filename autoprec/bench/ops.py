@@ -24,12 +24,13 @@ _MATMUL = frozenset(
     "_addmm_activation mkldnn_linear _scaled_mm _mkl_linear".split()
 )
 _CONV = ("convolution", "conv1d", "conv2d", "conv3d", "conv_transpose", "conv_tbc", "conv_depthwise", "slow_conv", "_conv_")
-_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head_attention", "flex_attention")
+_ATTENTION = ("_scaled_dot_product", "_flash_attention", "_efficient_attention", "_native_multi_head_attention", "flex_att")
 _RNN = ("_cudnn_rnn", "mkldnn_rnn", "_thnn_fused", "lstm", "gru_", "miopen_rnn", "rnn_tanh", "rnn_relu")
 _NORM = ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")
 _LINALG = (
-    "_fft_", "fft_", "linalg_", "_linalg", "lu_solve", "lu_unpack", "cholesky", "_cholesky", "logdet", "slogdet", "det", "inverse",
-    "triangular_solve", "ormqr", "geqrf", "qr", "svd", "_svd", "pinverse", "lstsq", "symeig", "matrix_exp", "stft", "istft",
+    "_fft_", "fft_", "linalg_", "_linalg", "lu_solve", "lu_unpack", "cholesky", "_cholesky", "logdet", "slogdet", "det",
+    "inverse", "triangular_solve", "ormqr", "geqrf", "qr", "svd", "_svd", "pinverse", "lstsq", "symeig",
+    "matrix_exp", "stft", "istft",
 )  # fmt: skip
 _NOT_LINALG = frozenset("linalg_vector_norm linalg_vecdot linalg_multi_dot linalg_cross linalg_matrix_norm".split())
 _REDUCTION = frozenset(
@@ -55,13 +56,18 @@ _COPY = frozenset(
     "_to_copy copy clone contiguous empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like "
     "new_zeros ones ones_like new_ones full full_like new_full fill zero arange linspace eye scalar_tensor rand rand_like randn "
     "randn_like randint randperm normal uniform random cat stack constant_pad_nd index select_scatter slice_scatter "
-    "slice_backward select_backward as_strided_scatter diagonal_scatter index_put _unsafe_index _index_put_impl _unsafe_index_put "
+    "slice_backward select_backward as_strided_scatter diagonal_scatter index_put _unsafe_index _index_put_impl "
+    "_unsafe_index_put "
     "index_select gather scatter masked_select roll flip repeat repeat_interleave tril triu one_hot _pack_padded_sequence "
     "_pad_packed_sequence _reshape_copy _unsafe_view lift_fresh lift_fresh_copy detach alias _fw_primal view_as_real "
     "view_as_complex complex real imag isfinite isnan isinf _local_scalar_dense item nonzero unfold_backward diag_embed trace "
-    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d resize _resize_output "
+    "reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d resize "
+    "_resize_output "
     "pixel_shuffle pixel_unshuffle channel_shuffle meshgrid record_stream set_ _cudnn_init_dropout_state".split()
 )
+
+# In place, these read nothing of what was there, which may be uninitialised memory.
+RANDOM = frozenset("bernoulli normal uniform exponential cauchy log_normal geometric random".split())
 
 # Cast to the autocast dtype under CUDA's autocast, besides every HEAVY kind.
 _LOWER = frozenset("prelu _prelu_kernel".split())
@@ -73,7 +79,8 @@ _FLOAT32 = frozenset(
     "nll_loss2d_forward mse_loss smooth_l1_loss huber_loss l1_loss kl_div binary_cross_entropy_with_logits soft_margin_loss "
     "multi_margin_loss multilabel_margin_loss_forward dist _pdist_forward _cdist_forward renorm logsumexp sum prod cumsum "
     "cumprod _softmax _log_softmax softmax log_softmax upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
+    "upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d _upsample_bicubic2d_aa "
+    "_upsample_bilinear2d_aa "
     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d".split()
 )
 # What grows or shrinks fast, and what adds up many elements: worth a warning in pure half precision.
@@ -166,8 +173,8 @@ def _rnn_flops(args: Sequence[Any], *, backward: bool) -> int:
     sequence, weights = args[0], list(args[1]) if isinstance(args[1], (list, tuple)) else args[1:3]
     if sequence.dim() < 3 and not isinstance(args[1], (list, tuple)):
         return 0
-    rows = sequence.numel() // max(sequence.shape[-1], 1)
-    forward = 2 * rows * sum(value.numel() for value in weights if isinstance(value, Tensor) and value.dim() == 2)
+    rows: int = sequence.numel() // max(sequence.shape[-1], 1)
+    forward: int = 2 * rows * sum(value.numel() for value in weights if isinstance(value, Tensor) and value.dim() == 2)
     return 2 * forward if backward else forward
 
 

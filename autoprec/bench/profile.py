@@ -1,8 +1,8 @@
 """The profile of a workload: what every layer costs in each precision, and what it risks.
 
 A few FP32 training steps under the range screen; then, at the initial weights and after those steps, one recorded FP32 pass, one
-perturbed twin and one low pass for each precision (see ``forcing``); then the time of every layer in each precision, measured on the
-device or predicted by the roofline.
+perturbed twin and one low pass for each precision (see ``forcing``); then the time of every layer in each precision, measured on
+the device or predicted by the roofline.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from autoprec.bench.roofline import predict_cast_s_per_byte, predict_layer_times
 from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.sensitivity import Raised, Scene, Score, record, score, twin_errors
 from autoprec.bench.target import Target
-from autoprec.bench.trace import untouched
 from autoprec.bench.workload import Workload
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
 from autoprec.records import LayerProfile, Look, Profile, Risk
 from autoprec.runtime import apply_policy
+from autoprec.runtime.scaler import needs_closure
 
 SCREEN_STEPS = 3
-"""FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late drift."""
+"""FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late
+drift."""
 
 CPU_SAMPLES = 64
-"""Most samples of a sensitivity pass on a CPU. Assumption: enough rows to meet rare ones, cheap enough to leave the budget alone."""
+"""Most samples of a sensitivity pass on a CPU. Assumption: enough rows to meet rare ones, cheap enough to leave the budget
+alone."""
 
 # A score that is not finite: worse than any combination of finite parts, and still a number a solver can add.
 _BROKEN = 10.0
@@ -43,11 +45,26 @@ _BROKEN = 10.0
 
 @dataclass(frozen=True)
 class _Subject:
-    """A model that is being profiled, and its first batches on the device."""
+    """What is being profiled: a model that trains along the way, its first batches on the device, and where it runs.
 
+    ``samples`` are those of a batch that fit into memory in FP32.
+    """
+
+    workload: Workload
+    target: Target
+    look: Look
     model: nn.Module
     batches: tuple[Any, ...]
     optimizer: torch.optim.Optimizer
+    samples: int
+
+    @property
+    def names(self) -> list[str]:
+        return [layer.name for layer in self.look.layers]
+
+    def part(self, index: int, samples: int) -> Any:
+        """The first samples of a batch."""
+        return part_of(self.batches[index], samples, self.workload.batch_size)
 
 
 def profile(
@@ -75,11 +92,15 @@ def profile(
     wanted: tuple[Precision, ...] = tuple(dict.fromkeys(("fp32", *precisions)))
     low = tuple(precision for precision in wanted if precision != "fp32")
     with untouched_random_state():
-        subject = _subject(workload, target, seed, steps)
-        scorings = [_sensitivity(workload, target, look, subject, subject.batches[0], low)]
-        recorded = _train_recorded(workload, look, subject, trace.samples)
-        scorings.append(_sensitivity(workload, target, look, subject, subject.batches[-1], low, recorded))
-        times, origin_measured, cast_s = _times(workload, target, look, subject, trace, wanted, scorings[-1].raised)
+        subject = _subject(workload, target, look, trace.samples, seed, steps)
+        recorded = [_record(subject, 0)]
+        scorings = [_sensitivity(subject, 0, low, recorded)]
+        for index in range(1, steps):
+            _update(subject)
+            recorded.append(_record(subject, index))
+        _update(subject)
+        scorings.append(_sensitivity(subject, steps, low, recorded))
+        times, origin_measured, cast_s = _times(subject, trace, wanted, scorings[-1].raised)
     layers = _layer_profiles(look, recorded, scorings, times, wanted, measured=origin_measured)
     base_s = sum(seconds.get("fp32", 0.0) for seconds in times.values())
     return Profile(
@@ -87,28 +108,26 @@ def profile(
     )
 
 
-def _subject(workload: Workload, target: Target, seed: int, steps: int) -> _Subject:
+def _subject(workload: Workload, target: Target, look: Look, samples: int, seed: int, steps: int) -> _Subject:
     seed_everything(seed)
     model = workload.build_model().to(target.device).train()
     stream = iter(workload.batches(workload.batch_size, seed))
     batches = tuple(to_device(next(stream), target.device) for _ in range(steps + 1))
-    return _Subject(model, batches, workload.build_optimizer(model))
+    return _Subject(workload, target, look, model, batches, workload.build_optimizer(model), samples)
 
 
-def _train_recorded(workload: Workload, look: Look, subject: _Subject, samples: int) -> list[StepRanges]:
-    """The range screen's FP32 steps; the weights move, so the later scoring sees other values than the first."""
-    names = [layer.name for layer in look.layers]
-    recorded = []
-    for batch in subject.batches[:-1]:
-        part = part_of(batch, samples, workload.batch_size)
-        subject.optimizer.zero_grad(set_to_none=True)
-        recorded.append(record_step(subject.model, part, workload.loss, names))
-        if workload.grad_clip is not None:
-            nn.utils.clip_grad_norm_(subject.model.parameters(), workload.grad_clip)
-        if "closure" not in look.forbids_fp16:
-            subject.optimizer.step()
+def _record(subject: _Subject, index: int) -> StepRanges:
+    """Forward and backward of a batch under the range screen; its gradients stay for ``_update``."""
+    return record_step(subject.model, subject.part(index, subject.samples), subject.workload.loss, subject.names)
+
+
+def _update(subject: _Subject) -> None:
+    """The FP32 update: the weights move, so that later passes see other values than the first."""
+    if subject.workload.grad_clip is not None:
+        nn.utils.clip_grad_norm_(subject.model.parameters(), subject.workload.grad_clip)
+    if not needs_closure(subject.optimizer):
+        subject.optimizer.step()
     subject.optimizer.zero_grad(set_to_none=True)
-    return recorded
 
 
 @dataclass(frozen=True)
@@ -119,57 +138,33 @@ class Scoring:
     raised: Mapping[Precision, Sequence[Raised]]
 
 
-def _sensitivity(
-    workload: Workload,
-    target: Target,
-    look: Look,
-    subject: _Subject,
-    batch: Any,
-    precisions: Sequence[Precision],
-    recorded: Sequence[StepRanges] = (),
-) -> Scoring:
+def _sensitivity(subject: _Subject, index: int, precisions: Sequence[Precision], recorded: Sequence[StepRanges]) -> Scoring:
     """Scores one batch, or the largest part of it whose recording fits into memory."""
-    sizes = [size for size in look.micro_batches if target.device == "cuda" or size <= CPU_SAMPLES] or [look.micro_batches[-1]]
-    for size in sizes:
-        part = part_of(batch, size, workload.batch_size)
+    sizes = subject.look.micro_batches
+    if subject.target.device != "cuda":
+        sizes = tuple(size for size in sizes if size <= CPU_SAMPLES) or sizes[-1:]
+    for size in sizes[:-1]:
         try:
-            return _score_part(workload, target, look, subject, part, precisions, recorded)
+            return _score_part(subject, subject.part(index, size), precisions, recorded)
         except Exception as error:
-            if not is_out_of_memory(error) or size == sizes[-1]:
+            if not is_out_of_memory(error):
                 raise
         free_memory()
-    raise AssertionError("no size was tried")
+    return _score_part(subject, subject.part(index, sizes[-1]), precisions, recorded)
 
 
-def _score_part(
-    workload: Workload,
-    target: Target,
-    look: Look,
-    subject: _Subject,
-    part: Any,
-    precisions: Sequence[Precision],
-    recorded: Sequence[StepRanges],
-) -> Scoring:
-    scene = _scene(workload, target, look, subject.model, part)
-    names = [layer.name for layer in look.layers]
+def _score_part(subject: _Subject, part: Any, precisions: Sequence[Precision], recorded: Sequence[StepRanges]) -> Scoring:
+    look = subject.look
+    scene = _scene(subject, part)
     tape = record(scene)
     twin = twin_errors(scene, tape, uniform_policy(look, "fp32"))
-    steps = recorded or [record_step_untouched(subject.model, part, workload.loss, names)]
-    fp16_scale = screen(steps, names).scale
+    fp16_scale = screen(recorded, subject.names).scale
     scores: dict[Precision, Mapping[str, Score]] = {}
     raised: dict[Precision, Sequence[Raised]] = {}
     for precision in precisions:
         scale = fp16_scale if precision.startswith("fp16") else 1.0
         scores[precision], raised[precision] = score(scene, tape, twin, _policies(look, precision), scale=scale)
     return Scoring(scores, raised)
-
-
-def record_step_untouched(
-    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], layers: Sequence[str]
-) -> StepRanges:
-    """The range screen of one batch that leaves buffers and gradients as they were."""
-    with untouched(model):
-        return record_step(model, batch, loss, layers)
 
 
 def _policies(look: Look, precision: Precision) -> Callable[[Sequence[str]], Policy]:
@@ -179,16 +174,16 @@ def _policies(look: Look, precision: Precision) -> Callable[[Sequence[str]], Pol
     return policy_of
 
 
-def _scene(workload: Workload, target: Target, look: Look, model: nn.Module, part: Any) -> Scene:
-    ops = {name for layer in look.layers for name in layer.ops}
+def _scene(subject: _Subject, part: Any) -> Scene:
+    ops = {name for layer in subject.look.layers for name in layer.ops}
     random = any(word in name for name in ops for word in ("dropout", "bernoulli", "rand", "normal_", "attention"))
     return Scene(
-        model=model,
+        model=subject.model,
         batch=part,
-        loss=workload.loss,
-        layers=tuple(layer.name for layer in look.layers),
-        cuda_rules=target.cuda_rules,
-        random=random or _draws(model),
+        loss=subject.workload.loss,
+        layers=tuple(subject.names),
+        cuda_rules=subject.target.cuda_rules,
+        random=random or _draws(subject.model),
         in_place=True,
     )
 
@@ -207,9 +202,9 @@ def rescore(
     Inputs are exact but arrive in the dtypes of the policy, so what an assignment changes for its neighbours is seen.
     """
     with untouched_random_state():
-        subject = _subject(workload, target, seed, 0)
-        size = look.micro_batches[-1]
-        scene = _scene(workload, target, look, subject.model, part_of(subject.batches[0], size, workload.batch_size))
+        size = max(look.micro_batches[-1], min(look.micro_batches[0], CPU_SAMPLES) if look.micro_batches[0] <= CPU_SAMPLES else 0)
+        subject = _subject(workload, target, look, size, seed, 0)
+        scene = _scene(subject, subject.part(0, size))
         tape = record(scene)
         twin = twin_errors(scene, tape, uniform_policy(look, "fp32"))
         plain = policy.model_copy(update={"execution": "eager", "backend": Backend()})
@@ -251,17 +246,12 @@ def _inherited(name: str, settings: Mapping[str, LayerSetting], default: Precisi
 
 
 def _times(
-    workload: Workload,
-    target: Target,
-    look: Look,
-    subject: _Subject,
-    trace: OpTrace,
-    precisions: Sequence[Precision],
-    raised: Mapping[Precision, Sequence[Raised]],
+    subject: _Subject, trace: OpTrace, precisions: Sequence[Precision], raised: Mapping[Precision, Sequence[Raised]]
 ) -> tuple[dict[str, dict[Precision, float]], bool, float]:
     """Seconds by layer and precision, whether they were measured, and seconds per byte of a cast."""
+    target = subject.target
     if target.timing == "measured":
-        times = _measured_times(workload, target, look, subject, trace.samples, precisions, raised)
+        times = _measured_times(subject, precisions, raised)
         if times:
             return times, True, measure_cast(target.device)
     if target.gpu is None:
@@ -270,20 +260,14 @@ def _times(
 
 
 def _measured_times(
-    workload: Workload,
-    target: Target,
-    look: Look,
-    subject: _Subject,
-    samples: int,
-    precisions: Sequence[Precision],
-    raised: Mapping[Precision, Sequence[Raised]],
+    subject: _Subject, precisions: Sequence[Precision], raised: Mapping[Precision, Sequence[Raised]]
 ) -> dict[str, dict[Precision, float]]:
+    """One instrumented run per precision; empty where the profiler saw no device times."""
     times: dict[str, dict[Precision, float]] = {}
-    part = part_of(subject.batches[0], samples, workload.batch_size)
+    backend = Backend(channels_last=subject.look.has_conv)
     for precision in precisions:
         lifted = [entry.layer for entry in raised.get(precision, ())]
-        backend = Backend(channels_last=look.has_conv)
-        found = _timed(workload, target, subject.model, uniform_policy(look, precision, lifted=lifted, backend=backend), part)
+        found = _timed(subject, uniform_policy(subject.look, precision, lifted=lifted, backend=backend))
         if not found.total_s:
             return {}
         for layer, seconds in found.by_layer.items():
@@ -291,16 +275,17 @@ def _measured_times(
     return times
 
 
-def _timed(workload: Workload, target: Target, model: nn.Module, policy: Policy, part: Any) -> StepTimes:
-    applied = apply_policy(model, policy)
+def _timed(subject: _Subject, policy: Policy) -> StepTimes:
+    applied = apply_policy(subject.model, policy)
     try:
-        batch = to_device(part, target.device, policy.backend.channels_last)
+        part = subject.part(0, subject.samples)
+        batch = to_device(part, subject.target.device, channels_last=policy.backend.channels_last)
 
         def forward() -> Tensor:
             with applied.autocast():
-                return workload.loss(model, batch)
+                return subject.workload.loss(subject.model, batch)
 
-        return measure_step(model, forward, target.device, reference=False)
+        return measure_step(subject.model, forward, subject.target.device, reference=False)
     finally:
         applied.remove()
 

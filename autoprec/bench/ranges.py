@@ -1,12 +1,13 @@
 """The range screen: how large values and gradients get in float32, and what that forbids in fp16.
 
 Runs a few real FP32 steps under the operation recorder and keeps the largest finite |x| of every operation's results. A forward
-overflow is nobody's but the layer's: no loss scale helps. Gradients can be moved by the scale, all together: they forbid fp16 only to a
-layer whose gradients overflow at every scale that the other layers can live with.
+overflow is nobody's but the layer's: no loss scale helps. Gradients can be moved by the scale, all together: they forbid fp16
+only to a layer whose gradients overflow at every scale that the other layers can live with.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.bench.attribution import LOSS, LayerStack, float32_reference, layer_names
+from autoprec.bench.attribution import LayerStack, float32_reference, layer_names
 from autoprec.bench.dtype_plan import plan_dtypes
-from autoprec.bench.ops import DEEP_SUMS, EXP_LIKE, no_half_kernel, tensors_in
+from autoprec.bench.ops import DEEP_SUMS, EXP_LIKE, RANDOM, base_name, no_half_kernel, tensors_in
 from autoprec.bench.optrace import Op, OpTrace
 from autoprec.bench.trace import OpRecorder
 from autoprec.policy import Precision
@@ -30,7 +31,8 @@ FP16_LEAST_EXPONENT = -24
 """The least positive fp16 number is 2^-24. Source: IEEE 754 binary16, subnormal."""
 
 LARGE = 512.0
-"""From here on fp16 numbers lie half a unit or more apart. Source: 11 bits of significand; the threshold itself is an assumption."""
+"""From here on fp16 numbers lie half a unit or more apart. Source: 11 bits of significand; the threshold itself is an
+assumption."""
 
 DEEP = 4096
 """A sum over this many elements of size 16 reaches fp16's limit."""
@@ -39,8 +41,14 @@ UNSERVED = 0.1
 """Share of a layer's non-zero gradients under 2^-24 from which a scale is too small for the layer. Assumption."""
 
 LARGEST_EXPONENT, LEAST_EXPONENT = 64, -96
-SCALE_EXPONENTS = range(0, 25)
+SCALE_EXPONENTS = range(25)
 """Loss scales worth having: GradScaler's floor of 1 up to 2^24."""
+
+USUAL_SCALE = 2.0**13
+"""The middle of the search space's initial scales, 2^12 to 2^14."""
+
+HEADROOM = 2.0
+"""How much larger than seen gradients may get. Assumption: other batches, and the rounding of the low pass itself."""
 
 # Larger values are masks (finfo.min, -1e30 and the like), not results.
 _MASK = 1e30
@@ -53,7 +61,8 @@ class LayerRange:
     Attributes:
         max_output: largest |x| of its outputs and intermediate results.
         max_grad: largest |gradient| of its outputs.
-        max_inner_grad: the same over every backward result it would compute in fp16, parameters' gradients included.
+        max_inner_grad: the same over every gradient that its own operations read or write in fp16 under stock autocast,
+            those of its parameters included; what only passes through a container does not count.
         grads: non-zero gradient elements of its outputs by binary exponent, from ``LEAST_EXPONENT`` up.
     """
 
@@ -72,7 +81,7 @@ class LayerRange:
 
 
 def _exponent(scale: float) -> int:
-    return int(torch.tensor(scale).log2().round())
+    return round(math.log2(scale))
 
 
 @dataclass(frozen=True)
@@ -84,21 +93,41 @@ class Screen:
     risks: dict[str, tuple[Risk, ...]]
 
 
-class RangeRecorder(OpRecorder):
+class RangeRecorder(OpRecorder):  # type: ignore[no-untyped-call]
     """Also notes the largest finite |x| of every operation's inputs (where it multiplies matrices) and results."""
 
     def __init__(self, stack: LayerStack, model: nn.Module, data: Any) -> None:
         super().__init__(stack, model, data)
         self.largest: list[tuple[Tensor | None, Tensor | None]] = []
+        self.grads: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self._made_forward = 0
+        self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         before = [tensor for tensor in (*tensors_in(args), *tensors_in(kwargs or {})) if tensor.is_floating_point()]
-        read = _largest(before)
+        if self.in_backward and not self._stack.inside:  # what was made before is a saved activation, not a gradient
+            before = [tensor for tensor in before if self._memory.value(tensor).id >= self._made_forward]
+        read = None if base_name(func) in RANDOM else _largest(before)
         out = super().__torch_dispatch__(func, types, args, kwargs)
         op = self.ops[-1]
         quiet = op.kind == "view" or not op.is_work
         self.largest.append((None, None) if quiet else (read, _largest(tensors_in(out))))
         return out
+
+    def backward_begins(self) -> None:
+        """From here on new values are gradients."""
+        self.in_backward = True
+        self._made_forward = self._memory.count
+
+    def note_grad(self, name: str, grad: Tensor) -> None:
+        """Notes the largest |gradient| of a layer's output, and how its gradients are spread over the exponents."""
+        self._paused = True
+        size = grad.detach().abs().float()
+        counts = torch.histc(size.log2(), LARGEST_EXPONENT - LEAST_EXPONENT, LEAST_EXPONENT, LARGEST_EXPONENT)
+        self.grads.setdefault(name, []).append((size.amax(), counts))
+        self._paused = False
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor | None:
@@ -123,37 +152,32 @@ class StepRanges:
 
 def record_step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor], layers: Sequence[str]) -> StepRanges:
     """Runs forward, loss and backward in FP32 and notes ranges; leaves the gradients on the parameters. Waits for the GPU."""
-    grads: dict[str, list[tuple[Tensor, Tensor]]] = {}
-    handles = [
-        module.register_forward_hook(_gradient_hook(names[0], grads))
-        for module, names in layer_names(model).items()
-        if names[0] in set(layers)
-    ]
+    known = set(layers)
+    handles: list[Any] = []
     try:
         with float32_reference(), LayerStack(model) as stack:
             recorder = RangeRecorder(stack, model, batch)
+            for module, names in layer_names(model).items():
+                if names[0] in known:
+                    handles.append(module.register_forward_hook(_gradient_hook(names[0], recorder)))
             with recorder, torch.enable_grad():
                 value = loss(model, batch)
-                recorder.in_backward = True
+                recorder.backward_begins()
                 value.backward()  # type: ignore[no-untyped-call]
     finally:
         for handle in handles:
             handle.remove()
     read = _numbers([pair[0] for pair in recorder.largest])
     written = _numbers([pair[1] for pair in recorder.largest])
-    return StepRanges(tuple(recorder.ops), read, written, {name: _merge_grads(found) for name, found in grads.items()})
+    grads = {name: _merge_grads(found) for name, found in recorder.grads.items()}
+    return StepRanges(tuple(recorder.ops), read, written, grads)
 
 
-def _gradient_hook(name: str, grads: dict[str, list[tuple[Tensor, Tensor]]]) -> Any:
-    def note(grad: Tensor) -> None:
-        size = grad.detach().abs().float()
-        counts = torch.histc(size.log2(), LARGEST_EXPONENT - LEAST_EXPONENT, LEAST_EXPONENT, LARGEST_EXPONENT)
-        grads.setdefault(name, []).append((size.amax(), counts))
-
+def _gradient_hook(name: str, recorder: RangeRecorder) -> Any:
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in iter_tensors(output):
             if tensor.requires_grad and tensor.is_floating_point() and tensor.numel():
-                tensor.register_hook(note)
+                tensor.register_hook(lambda grad: recorder.note_grad(name, grad))  # type: ignore[no-untyped-call]
 
     return hook
 
@@ -187,14 +211,14 @@ def screen(steps: Sequence[StepRanges], layers: Sequence[str]) -> Screen:
 
 def _add_step(ranges: dict[str, LayerRange], step: StepRanges) -> None:
     plan = plan_dtypes(_trace_of(step), lambda _name: "fp16")
-    for op, planned, written in zip(step.ops, plan, step.written, strict=True):
+    for op, planned, read, written in zip(step.ops, plan, step.read, step.written, strict=True):
         seen = ranges.get(op.layer)
         if seen is None:
             continue
         if op.phase == "forward" or op.recomputed:
             seen.max_output = max(seen.max_output, written)
         elif planned.dtype == "fp16":
-            seen.max_inner_grad = max(seen.max_inner_grad, written)
+            seen.max_inner_grad = max(seen.max_inner_grad, read, written)
     for name, (largest, counts) in step.grads.items():
         seen = ranges[name]
         seen.max_grad = max(seen.max_grad, largest)
@@ -206,18 +230,18 @@ def _trace_of(step: StepRanges) -> OpTrace:
 
 
 def common_scale(ranges: Sequence[LayerRange]) -> float:
-    """The least power of two that serves the most layers: nothing overflows, few gradients underflow."""
-    best, best_cost = 1.0, float("inf")
-    for exponent in SCALE_EXPONENTS:
-        scale = 2.0**exponent
-        cost = sum(_unserved(seen, scale) for seen in ranges)
-        if cost < best_cost - 1e-9:
-            best, best_cost = scale, cost
-    return best
+    """The power of two that serves the most layers: nothing overflows, few gradients underflow.
+
+    Of equals the nearest to ``USUAL_SCALE``, where training starts and from where only an overflow moves it.
+    """
+    costs = {2.0**exponent: sum(_unserved(seen, 2.0**exponent) for seen in ranges) for exponent in SCALE_EXPONENTS}
+    least = min(costs.values()) + 1e-9
+    equals = [scale for scale, cost in costs.items() if cost <= least]
+    return min(equals, key=lambda scale: abs(math.log2(scale / USUAL_SCALE)))
 
 
 def _unserved(seen: LayerRange, scale: float) -> float:
-    if max(seen.max_grad, seen.max_inner_grad) * scale > FP16_MAX:
+    if seen.max_inner_grad * scale * HEADROOM > FP16_MAX:
         return 1.0
     share = seen.underflow_share(scale)
     return share if share > UNSERVED else 0.0
@@ -262,16 +286,15 @@ def _risks(
     name: str, seen: LayerRange, scale: float, pinned: dict[Precision, dict[str, str]], ops: dict[str, Op]
 ) -> Iterable[Risk]:
     halves: tuple[Precision, ...] = ("fp16", "fp16_pure")
-    largest_grad = max(seen.max_grad, seen.max_inner_grad)
     for precision in halves:
         if name in pinned[precision]:
             yield Risk(precision=precision, kind="range", hard=True, text=pinned[precision][name])
         elif seen.max_output > LARGE:
             text = f"values up to {seen.max_output:.3g}, where fp16 numbers lie half a unit or more apart"
             yield Risk(precision=precision, kind="range", hard=False, text=text)
-        if largest_grad * scale > FP16_MAX:
+        if seen.max_inner_grad * scale > FP16_MAX:
             text = (
-                f"its gradients reach {largest_grad:.3g} and overflow at the loss scale of {scale:g} that the other layers need"
+                f"its gradients reach {seen.max_inner_grad:.3g} and overflow at the loss scale of {scale:g} that the others need"
             )
             yield Risk(precision=precision, kind="range", hard=True, text=text)
         elif seen.underflow_share(scale) > UNSERVED:
@@ -282,7 +305,8 @@ def _risks(
 
 
 def _kind_risks(ops: dict[str, Op]) -> Iterable[Risk]:
-    """What the kind of an operation says, whatever the values seen: FFT and linear algebra; exponentials and deep sums in pure."""
+    """What the kind of an operation says, whatever the values seen: FFT and linear algebra; exponentials and deep sums in
+    pure."""
     lacking = sorted(name for name in ops if no_half_kernel(name))
     if lacking:
         text = f"{', '.join(lacking)} has no half-precision kernel, or one for some sizes only"
@@ -298,6 +322,3 @@ def _kind_risks(ops: dict[str, Op]) -> Iterable[Risk]:
 def _elements_per_result(op: Op) -> int:
     read = max((value.elements for value in op.inputs), default=0)
     return read // max(op.outputs[0].elements if op.outputs else 1, 1)
-
-
-__all__ = ["LOSS", "LayerRange", "Screen", "StepRanges", "common_scale", "record_step", "screen"]

@@ -7,9 +7,8 @@ host's launches. What comes out is a ranking with sane proportions, never a meas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from autoprec.bench.attribution import LOSS
 from autoprec.bench.dtype_plan import BYTES, Dtype, PlannedOp, plan_dtypes
 from autoprec.bench.gpus import Gpu, RateMode
 from autoprec.bench.optrace import Op, OpTrace, Value
@@ -21,17 +20,25 @@ TENSOR_EFFICIENCY = 0.85
 
 MATMUL_CEILING_FLOPS = 1.5e15
 CONV_CEILING_FLOPS = 0.6e15
-"""What feeding the tensor cores costs: 1/rate = 1/(efficiency x peak) + 1/ceiling, so that the largest cards reach a smaller share.
+"""What feeding the tensor cores costs: 1/rate = 1/(efficiency x peak) + 1/ceiling, so that the largest cards reach a smaller
+share.
 
-Source: DESIGN section 7 on an H200 (989e12 peak). MLP 1023-8191-8191-10 padded in fp16: 3.7e12 operations in 8.4 ms, all other work
-included, are 0.44 of the peak. ResNet-50 in fp16 channels_last: 3.15e12 in 23 ms of which about 10 ms are norms and activations.
+Source: one H200 (989e12 peak), torch 2.11. MLP 1023-8191-8191-10 padded in fp16: 3.7e12 operations in 8.4 ms, all other
+work included, are 0.44 of the peak. ResNet-50 in fp16 channels_last: 3.15e12 in 23 ms of which about 10 ms are norms and
+activations.
 """
 
 FP32_EFFICIENCY = 0.8
-"""Share of the plain float32 peak that matmuls reach. Source: DESIGN section 7, the same MLP in fp32: 72.3 ms are 0.76 of the peak."""
+"""Share of the plain float32 peak that matmuls reach.
+
+Source: one H200, torch 2.11: the same MLP in fp32, 72.3 ms are 0.76 of the peak.
+"""
 
 FP32_CONV_EFFICIENCY = 0.45
-"""The same for convolutions. Source: DESIGN section 7, ResNet-50 in fp32: 126.8 ms with about 20 ms of norms and activations."""
+"""The same for convolutions.
+
+Source: one H200, torch 2.11: ResNet-50 in fp32, 126.8 ms with about 20 ms of norms and activations.
+"""
 
 BANDWIDTH_EFFICIENCY = 0.75
 """Share of the datasheet's bandwidth that elementwise and norm kernels reach. Assumption; stream benchmarks reach 0.8 to 0.9."""
@@ -39,14 +46,14 @@ BANDWIDTH_EFFICIENCY = 0.75
 NCHW_SLOWDOWN = 2.3
 """How much longer the arithmetic of a tensor-core convolution takes on NCHW tensors, besides converting its operands to NHWC.
 
-Source: DESIGN section 7, ResNet-50 on an H200: 43.0 ms in fp16 NCHW against 23.0 ms in NHWC. Converting inputs and outputs of all
+Source: one H200, torch 2.11: ResNet-50, 43.0 ms in fp16 NCHW against 23.0 ms in NHWC. Converting inputs and outputs of all
 convolutions at full bandwidth explains 8 of these 20 ms; the same factor gives 65 ms for TF32, measured 59.9 ms.
 """
 
 ODD_SIZE_PENALTY = 4.0
 """How much longer a 16-bit or TF32 matmul takes whose features are not a multiple of 8.
 
-Source: DESIGN section 7, MLP 1023-8191-8191-10 in fp16: 27.0 ms unpadded against 8.4 ms padded, about 2 ms of each being other work.
+Source: one H200, torch 2.11: MLP 1023-8191-8191-10 in fp16: 27.0 ms unpadded, 8.4 ms padded, 2 ms of each are other work.
 """
 
 KERNEL_S = 3e-6
@@ -55,8 +62,8 @@ KERNEL_S = 3e-6
 HOST_OP_S = 12e-6
 """Host time of one dispatched operation in eager training, autograd included.
 
-Assumption for a desktop processor. DESIGN section 7's host-bound nets (MobileNetV3, 25 ms for about 540 operations) give 46e-6 on a
-slower server core.
+Assumption for a desktop processor. Host-bound nets on one H200 machine (MobileNetV3, 25 ms for about 540 operations) give 46e-6
+on a slower server core.
 """
 
 HOST_VIEW_S = 3e-6
@@ -66,7 +73,7 @@ HOST_STEP_S = 0.3e-3
 """Host time of a step outside the model: batch, zero_grad, the optimizer's Python. Assumption."""
 
 SCALER_HOST_S = 0.2e-3
-"""Host time of GradScaler: unscale, the wait for found_inf, update. Source: DESIGN section 7, small MLP, AMP over FP32."""
+"""Host time of GradScaler: unscale, the wait for found_inf, update. Source: one H200, torch 2.11: small MLP, AMP over FP32."""
 
 OPTIMIZER_TENSORS_PER_KERNEL = 30
 """Tensors one multi-tensor optimizer kernel takes. Assumption: foreach kernels take up to about 30 to 110 at once."""
@@ -77,11 +84,11 @@ OPTIMIZER_OPS = 10
 FUSED_SHARE = 0.4
 """Share of elementwise kernels and of their traffic that is left after torch.compile's fusion.
 
-Source: DESIGN section 7, GroupNorm UNet 22.2 -> 13.2 ms and ResNet-50 43 -> 20 ms under compile; set between the two.
+Source: one H200, torch 2.11: GroupNorm UNet 22.2 -> 13.2 ms and ResNet-50 43 -> 20 ms under compile; set between the two.
 """
 
 COMPILED_HOST_SHARE = 0.5
-"""Host time of a launch from compiled code against eager. Source: DESIGN section 7, ResNet-18 and LSTM under compile."""
+"""Host time of a launch from compiled code against eager. Source: one H200, torch 2.11: ResNet-18 and LSTM under compile."""
 
 GRAPH_LAUNCH_S = 50e-6
 """Host time of replaying a CUDA graph. Assumption."""
@@ -91,7 +98,7 @@ GRAPH_LAUNCH_S = 50e-6
 class Setting:
     """What besides precision changes an operation's time."""
 
-    backend: Backend = Backend()
+    backend: Backend = field(default_factory=Backend)
     padded: frozenset[str] = frozenset()
     compiled: bool = False
 
@@ -167,7 +174,8 @@ class _Pricer:
         return self._memory_s(2 * sum(self._bytes(value, dtype) for value in images))
 
     def _norm_layout_s(self, op: Op, dtype: Dtype) -> float:
-        """GroupNorm and InstanceNorm have NCHW kernels only. Source: DESIGN section 7, channels_last is 1.4x slower on the UNet."""
+        """GroupNorm and InstanceNorm have NCHW kernels only. Source: one H200, torch 2.11: channels_last is 1.4x slower on the
+        UNet."""
         nchw_only = "group_norm" in op.name or "instance_norm" in op.name
         converts = self._setting.backend.channels_last and not self._setting.compiled and nchw_only
         return self._transpose_s(op, dtype) if converts else 0.0
@@ -295,14 +303,26 @@ def predict_cast_s_per_byte(gpu: Gpu) -> float:
 class RooflineSpeed:
     """Speed and memory of policies on one GPU, predicted from one trace; remembers what it has predicted."""
 
-    def __init__(self, trace: OpTrace, gpu: Gpu, look: Look | None = None) -> None:
+    def __init__(self, trace: OpTrace, gpu: Gpu | None, look: Look | None = None) -> None:
+        """Keeps the trace.
+
+        Args:
+            trace: one traced FP32 step.
+            gpu: the card to predict; None where only memory is asked for (a CPU that measures its own time).
+            look: what the trace was taken from; its loss and layers are not needed to predict.
+        """
         self._trace = trace
         self._gpu = gpu
-        self._effective = look.effective_batch if look is not None else trace.samples
         self._steps: dict[str, float] = {}
 
     def step_s(self, policy: Policy) -> float:
-        """Predicted seconds of one optimizer step."""
+        """Predicted seconds of one optimizer step.
+
+        Raises:
+            ValueError: no GPU was given.
+        """
+        if self._gpu is None:
+            raise ValueError("No GPU was given: there is no step time to predict.")
         key = policy.setup_hash()
         if key not in self._steps:
             self._steps[key] = predict_step_s(self._trace, policy, self._gpu)
@@ -311,8 +331,3 @@ class RooflineSpeed:
     def peak_bytes(self, policy: Policy) -> int:
         """Predicted peak bytes of one step."""
         return predict_peak_bytes(self._trace, policy)
-
-    @property
-    def loss_s(self) -> float:
-        """Predicted seconds of the work outside every module in one FP32 step."""
-        return _uniform_times(self._trace, self._gpu, "fp32").get(LOSS, 0.0)

@@ -7,17 +7,18 @@ The score of a layer is
 * harm^2 is the larger of sum (g d)^2 and (sum g d)^2, for the layer's own error d of its output and the float32 gradient g that
   arrives there: first-order change of the loss. Source: NVIDIA ModelOpt's gradient scoring of AutoQuantize uses sum (g d)^2.
 * output error is |d| / |y| over all its outputs.
-* gradient error is the largest relative error of its parameters' gradients and of its inputs' gradients. Adam divides by the size of
-  the gradient, so a gradient that flushes to zero is a whole error, however small it was.
+* gradient error is the largest relative error of its parameters' gradients and of its inputs' gradients. Adam divides by the
+  size of the gradient, so a gradient that flushes to zero is a whole error, however small it was.
 
 Relative errors of quantities that mean nothing in float32 either (the gradient of a bias before a normalisation is zero but for
-rounding) are left out: a twin pass in float32 with inputs and gradients perturbed by ``TWIN`` shows them. Scores are sums of squares of
-independent errors, so they may be added over layers, and an fp32 layer has 0.
+rounding) are left out: a twin pass in float32 with inputs and gradients perturbed by ``TWIN`` shows them. Scores are sums of
+squares of independent errors, so they may be added over layers, and an fp32 layer has 0.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -34,14 +35,14 @@ from autoprec.bench.seeding import seeded
 from autoprec.bench.source import describe
 from autoprec.bench.trace import untouched
 from autoprec.policy import Policy
-from autoprec.runtime import apply_policy
+from autoprec.runtime import AppliedPolicy, apply_policy
 
 TWIN = 2.0**-20
 """Relative perturbation of the twin pass: some units in the last place of float32 (2^-24), far under half precision (2^-11)."""
 
 MEANINGLESS = 0.05
-"""A quantity that the twin's perturbation moves by more than this share of itself is rounding noise. Assumption: sound gradients move
-by about 1e-5, those that are zero but for rounding by about 1."""
+"""A quantity that the twin's perturbation moves by more than this share of itself is rounding noise. Assumption: sound gradients
+move by about 1e-5, those that are zero but for rounding by about 1."""
 
 MOST_LIFTS = 16
 """Layers that may raise in one precision before the pass gives up. Assumption: a model of one kind of block raises in each."""
@@ -119,7 +120,7 @@ def record(scene: Scene) -> Tape:
 
 
 def _draws(scene: Scene) -> AbstractContextManager[Any]:
-    return SameDraws() if scene.random else nullcontext()
+    return SameDraws() if scene.random else nullcontext()  # type: ignore[no-untyped-call]
 
 
 def score(
@@ -186,17 +187,25 @@ def _forced_pass(
     modules = scene.modules()
     forcer = Forcer(modules, tape, scale=scale, perturbation=perturbation)
     with ExitStack() as contexts:
-        for context in (untouched(scene.model), float32_reference(), seeded(scene.seed), scene.rules()):
-            contexts.enter_context(context)
-        applied = apply_policy(scene.model, policy)
+        for around in (untouched(scene.model), float32_reference(), seeded(scene.seed), scene.rules()):
+            contexts.enter_context(around)
+        applied = _apply_quietly(scene.model, policy)
         contexts.callback(applied.remove)
-        for context in (_draws(scene), forcer.active(), stack or nullcontext()):
-            contexts.enter_context(context)
+        contexts.enter_context(_draws(scene))
+        contexts.enter_context(forcer.active())
+        contexts.enter_context(stack or nullcontext())
         with applied.autocast():
             value = scene.loss(scene.model, scene.batch)
         (value.float() * scale).backward()  # type: ignore[no-untyped-call]
         grads = {parameter: parameter.grad for parameter in scene.model.parameters() if parameter.grad is not None}
         return _read(forcer.errors, _parameter_errors(scene, tape, grads, scale))
+
+
+def _apply_quietly(model: nn.Module, policy: Policy) -> AppliedPolicy:
+    """Without the warning that another card than the policy's is here: numerics are what is asked."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return apply_policy(model, policy)
 
 
 def _parameter_errors(
@@ -247,8 +256,8 @@ def _combine(found: _Errors, twin: _Errors, loss: float) -> Score:
     gradients = [*_meaningful(found.inputs, twin.inputs), *_meaningful(found.parameters, twin.parameters)]
     gradient = max(gradients, default=0.0)
     output = found.output if twin.output < MEANINGLESS**2 else 0.0
-    parts = [min(part, 1.0) if math.isfinite(part) else 1.0 for part in (harm, output, gradient)]
-    return Score(sum(parts), *parts, bad=found.bad)
+    harm, output, gradient = (min(part, 1.0) if math.isfinite(part) else 1.0 for part in (harm, output, gradient))
+    return Score(harm + output + gradient, harm, output, gradient, bad=found.bad)
 
 
 def _meaningful(errors: list[float | None], twin: list[float | None]) -> list[float]:

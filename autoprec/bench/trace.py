@@ -69,6 +69,11 @@ class _Memory:
             self._next += 1
         return self._ids[key]
 
+    @property
+    def count(self) -> int:
+        """How many values have been numbered."""
+        return self._next
+
     def key(self, tensor: Tensor) -> int:
         """Identifies the memory a tensor lives in, while it is alive."""
         return self._key(tensor)
@@ -85,11 +90,11 @@ class _Memory:
         return Value(number, shape, str(tensor.dtype)[6:], elements, origin, self._batched.get(number, False))
 
 
-class OpRecorder(TorchDispatchMode):
+class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records every dispatched operation with its layer; used inside a ``LayerStack``."""
 
     def __init__(self, stack: LayerStack, model: nn.Module, data: Any) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._stack = stack
         self._memory = _Memory(model, data)
         self._forward_of_node: dict[int, int] = {}
@@ -159,7 +164,12 @@ class OpRecorder(TorchDispatchMode):
                 sources[value.id] = merged
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Pack hook of autograd's saved tensors: notes what is kept, changes nothing."""
+        """Pack hook of autograd's saved tensors: notes what is kept, changes nothing.
+
+        What a recomputation keeps inside the backward pass lives for one checkpointed part only and is not counted.
+        """
+        if self.in_backward:
+            return tensor
         value = self._memory.value(tensor)
         if value.origin == "made" or value.origin == "data":
             self._kept.append((value, created_nodes() - 1))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from autoprec.bench.batch import split_batch, to_device
 from autoprec.bench.cuda_rules import cuda_autocast_rules
 from autoprec.bench.data import Start
+from autoprec.bench.failures import nonfinite_buffers
 from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.target import Target
 from autoprec.bench.workload import Workload
@@ -30,6 +31,7 @@ class Training:
         policy: the policy it trains under.
         model: the model, on the target's device.
         losses: loss of every step, still on the device.
+        infinite_at_start: buffers that hold infinities on purpose, such as masks.
         scales: loss scale after every step, still on the device; empty without a scaler.
     """
 
@@ -49,6 +51,7 @@ class Training:
             self._applied.remove()
             raise
         self._needs_closure = needs_closure(self._optimizer)
+        self.infinite_at_start = nonfinite_buffers(self.model)
         self.losses: list[Tensor] = []
         self.scales: list[Tensor] = []
         # Again, so that dropout draws the same whatever building and compiling drew.
@@ -61,7 +64,7 @@ class Training:
 
     def step(self, parts: list[Any]) -> None:
         """One optimizer step over prepared micro-batches; waits for nothing."""
-        if self._needs_closure:
+        if self._needs_closure and not self._scaler.is_enabled():  # else the scaler says that it cannot
             self._optimizer.step(lambda: self._backward(parts, clear=True))  # type: ignore[arg-type,return-value]
             self.losses.append(self._last_loss)
             return

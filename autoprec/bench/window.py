@@ -8,12 +8,12 @@ import torch
 
 from autoprec.bench.data import Start
 from autoprec.bench.environment import environment
-from autoprec.bench.failures import divergence_of, failure_of, first_nonfinite_layer, nonfinite_buffer, skipped_steps
+from autoprec.bench.failures import broken_buffer, divergence_of, failure_of, first_nonfinite_layer, skipped_steps
 from autoprec.bench.target import Target
 from autoprec.bench.timing import StepClock
 from autoprec.bench.training import Training, free_memory, undisturbed
 from autoprec.bench.workload import Workload
-from autoprec.errors import AutoprecError
+from autoprec.errors import PolicyMismatch, WorkloadError
 from autoprec.policy import Policy
 from autoprec.records import Failure, Measurement, Outcome, Window
 
@@ -94,7 +94,7 @@ def _train(workload: Workload, target: Target, policy: Policy, window: Window, s
                     if failure is not None:
                         return training, failure
             return training, finished(training, clock, target)
-        except AutoprecError:
+        except (WorkloadError, PolicyMismatch):
             raise
         except Exception as error:
             return training, failure_of(error, policy, training.model if training else None, step)
@@ -126,7 +126,7 @@ def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
     failure = look_at(training)
     if failure is not None:
         return failure
-    buffer = nonfinite_buffer(training.model)
+    buffer = broken_buffer(training.model, training.infinite_at_start)
     if buffer is not None:
         layer = buffer.rpartition(".")[0]
         return Failure(kind="diverged", message=f"buffer {buffer} holds NaN or infinity though the loss is finite", layer=layer)

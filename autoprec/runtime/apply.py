@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,10 +30,11 @@ class AppliedPolicy:
         model: the model it was applied to, the same object.
     """
 
-    def __init__(self, policy: Policy, model: nn.Module, undos: list[Undo]) -> None:
+    def __init__(self, policy: Policy, model: nn.Module, undos: list[Undo], swapped: Mapping[str, nn.Module]) -> None:
         self.policy = policy
         self.model = model
         self._undos = undos
+        self._swapped = dict(swapped)
         self._scaler: PolicyScaler | None = None
         self._anchor = _first_parameter(unwrap(model))
 
@@ -64,6 +65,7 @@ class AppliedPolicy:
         Raises:
             PolicyError: scaling is needed and a trainable parameter is half or complex.
         """
+        self._check_still_there()
         enabled = self.policy.needs_loss_scale
         if enabled:
             check_scalable(unwrap(self.model).named_parameters())
@@ -76,6 +78,7 @@ class AppliedPolicy:
         Args:
             model: the model in its wrapper, where it was wrapped (DDP) after the policy was applied.
         """
+        self._check_still_there()
         return compiled_model(model if model is not None else self.model, self.policy.execution)
 
     @property
@@ -85,6 +88,18 @@ class AppliedPolicy:
         Free for ordinary optimizers; with a fused one, reading it waits for the GPU.
         """
         return self._scaler is not None and self._scaler.step_was_skipped
+
+    def _check_still_there(self) -> None:
+        if not self._undos:
+            return
+        present = set(unwrap(self.model).modules())
+        gone = [name or "the model itself" for name, module in self._swapped.items() if module not in present]
+        if gone:
+            warnings.warn(
+                f"Modules were replaced after the policy was applied and run without their setting: {', '.join(gone)}. Convert "
+                "(SyncBatchNorm, adapters) first, then apply.",
+                stacklevel=3,
+            )
 
     def remove(self) -> None:
         """Undoes everything: classes, memory layout and process-wide flags are as before. A second call does nothing."""
@@ -104,7 +119,10 @@ def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> Ap
     """Applies a policy to a model, in place.
 
     Classes of single module instances are swapped and process-wide flags set; parameters, buffers, keys and hooks stay. Apply
-    after loading weights and converting SyncBatchNorm, and before EMA copies, DDP, FSDP2 and ``torch.compile``.
+    after loading weights and converting SyncBatchNorm, and before EMA copies, DDP, FSDP2 and ``torch.compile``. Do not give FSDP2
+    a ``MixedPrecisionPolicy`` of its own beside a policy: both would cast, at different borders.
+
+    Before exporting, taking off a parametrization or eager quantization, call ``remove()``: those look at a module's exact class.
 
     Args:
         model: the model, possibly wrapped.
@@ -126,10 +144,10 @@ def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> Ap
     undos: list[Undo] = [set_flags(policy.backend)]
     if policy.backend.channels_last:
         undos.append(set_channels_last(root))
-    for module, island in islands:
+    for _, module, island in islands:
         swap(module, island)
     undos.append(lambda: remove_islands(root))
-    return AppliedPolicy(policy, model, undos)
+    return AppliedPolicy(policy, model, undos, {name: module for name, module, _ in islands})
 
 
 def _matched_names(model: nn.Module, policy: Policy, *, strict: bool) -> dict[str, str]:
@@ -159,7 +177,7 @@ def _release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
-def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[nn.Module, Island]]:
+def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[str, nn.Module, Island]]:
     """The modules to swap and what each becomes. The root is first; members of pure islands follow their boundary."""
     named = named_layers(root)
     settings = {names[name]: setting.precision for name, setting in policy.layers.items() if name in names}
@@ -181,7 +199,7 @@ def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[
             slow_path=name in slow,
         )
         if island != Island(outside=island.outside):
-            plan.append((module, island))
+            plan.append((name, module, island))
     return plan
 
 

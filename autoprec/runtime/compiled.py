@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
-from torch._dynamo.utils import counters
 
 from autoprec.policy import Execution
 from autoprec.runtime.islands import device_type_of
@@ -78,7 +76,7 @@ class GraphedModel:
             output = self._run(args, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except (TorchDynamoException, RuntimeError) as error:
+        except RuntimeError as error:  # torch's compiler errors and those of a failed capture are all of this kind
             return self._fall_back(error, args, kwargs)
         return self._keep_output(output)
 
@@ -88,6 +86,8 @@ class GraphedModel:
             return self._graphed(*args, **kwargs)
         if len(self._shapes) >= _GRAPHED_SHAPES:
             return self._dynamic(*args, **kwargs)
+        # Reached through torch, which loads its compiler when it is first asked for.
+        counters = torch._dynamo.utils.counters
         skips = counters["inductor"]["cudagraph_skips"]
         output = self._graphed(*args, **kwargs)
         self._shapes.add(shapes)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.swa_utils import AveragedModel
 
@@ -32,8 +31,9 @@ def strip_prefixes(name: str) -> str:
 def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module inside DDP, DataParallel, an averaged copy, or ``torch.compile``."""
     while True:
-        if isinstance(model, OptimizedModule):
-            model = model._orig_mod
+        # By name: importing the class would load the whole compiler into jobs that never compile.
+        if type(model).__name__ == "OptimizedModule":
+            model = model.get_submodule("_orig_mod")
         elif isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
             model = model.module
         else:

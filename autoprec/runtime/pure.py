@@ -1,11 +1,10 @@
 """Parameters used in half precision for the length of one forward, with float32 masters.
 
 The entries of ``module._parameters`` are replaced by casts that autograd sees through, and put back when forward ends. Three
-mechanisms were measured on torch 2.14 (CPU, microseconds a call of a small block, plain cost included): replaced entries 86,
+mechanisms were tried once on torch 2.14 (one CPU core, microseconds a call of a small block, all included): replaced entries 86,
 attribute access through ``__getattr__`` 87, a ``TorchFunctionMode`` 215. All three compile with ``fullgraph=True`` without a
 graph break. Replacing won because it also serves a parent that reads a child's weight without calling the child
 (``nn.MultiheadAttention.out_proj``), casts each parameter once however often it is read, and costs nothing outside forward.
-Source: benchmarks/applier_overhead.py measures the island's cost.
 """
 
 from __future__ import annotations

@@ -15,8 +15,9 @@ from markupsafe import Markup
 from autoprec.policy import Precision
 from autoprec.records import Record
 
-# Mean width of a character at the charts' 12 px text. An estimate for placing labels; no renderer is asked.
-CHAR_PX = 6.4
+# Mean width of a character at the charts' 12 px text in a wide face (DejaVu Sans); bold is a tenth wider. An estimate for placing
+# labels: no renderer is asked.
+CHAR_PX = 7.0
 MAX_CURVE_POINTS = 240
 
 
@@ -31,7 +32,7 @@ class Point(Record):
 
 
 class Curve(Record):
-    """The loss of each step of one run. ``style``: ``reference``, ``twin`` (another FP32 run: the noise), ``stock``, ``tuned``."""
+    """The loss of each step of one run. ``style``: ``reference``, ``twin`` (FP32 again: the noise), ``stock``, ``tuned``."""
 
     name: str
     losses: tuple[float, ...]
@@ -133,26 +134,29 @@ def _tick(value: float, style: str) -> str:
 def pareto(points: Sequence[Point], *, noise_floor: float, tolerance: float, width: int) -> Markup:
     """Samples/s against the loss gap to FP32 (logarithmic), with the noise band, the tolerance and the chosen policy.
 
-    Gaps under a third of the noise floor are drawn on the bottom edge: down there is nothing to tell apart.
+    Gaps under a third of the noise floor, and losses below FP32's, are drawn on the bottom edge: nothing is to be told apart
+    there.
     """
     height = 360 if width > 500 else 340
     if not points:
         return _svg(width, 60, "no points", [_text(8, 34, "No candidate finished with a finite loss.", "note")])
-    floor = max(noise_floor, 1e-6) / 3
+    floor = max(noise_floor, tolerance / 1000) / 3
     top = max([tolerance, noise_floor, *(point.loss_gap for point in points)]) * 2
     speeds = [point.samples_per_s for point in points]
     margin = 0.08 * (max(speeds) - min(speeds)) or 0.1 * max(speeds)
-    left = 62
+    left = 80
     x_axis = Axis(max(min(speeds) - margin, 0), max(speeds) + margin, left, width - 14)
     y_axis = Axis(floor, max(top, floor * 100), height - 46, 14, log=True)
+    notes = [("tolerance", y_axis(tolerance) - 5)]
+    if y_axis.start - y_axis(noise_floor) > 18:  # room for a line of text
+        notes.append(("noise of FP32", y_axis.start - 7))
     parts = [
         _rect(
             left, y_axis(noise_floor), x_axis.end - left, y_axis.start - y_axis(noise_floor), "noise", title="FP32's own noise"
         ),
         *_frame(x_axis, y_axis, x_format="plain", y_format="percent", x_ticks=6 if width > 500 else 3, y_ticks=5),
         _line(left, y_axis(tolerance), x_axis.end, y_axis(tolerance), "tolerance"),
-        _text(x_axis.end - 4, y_axis(tolerance) - 5, "tolerance", "note", "end"),
-        _text(x_axis.end - 4, y_axis.start - 7, "noise of FP32", "note", "end"),
+        *(_text(x_axis.end - 4, y, text, "note", "end") for text, y in notes),
         _text((left + x_axis.end) / 2, height - 8, "samples/s, faster to the right", "label", "middle"),
         f'<text transform="translate(13 {height / 2 - 16:.0f}) rotate(-90)" text-anchor="middle" class="label">'
         "loss gap to FP32, lower is better</text>",
@@ -161,7 +165,8 @@ def pareto(points: Sequence[Point], *, noise_floor: float, tolerance: float, wid
     drawn = sorted(points, key=lambda point: order.get(point.style, 0))
     places = [(x_axis(point.samples_per_s), y_axis(max(point.loss_gap, floor))) for point in drawn]
     parts += [_dot(point, *place) for point, place in zip(drawn, places, strict=True)]
-    parts += _labels(drawn, places, x_axis, y_axis)
+    reserved = [(x_axis.end - 4 - CHAR_PX * len(text), y - 11, x_axis.end - 4, y + 3) for text, y in notes]
+    parts += _labels(drawn, places, reserved, x_axis, y_axis)
     return _svg(width, height, "Throughput against loss gap of every candidate", parts)
 
 
@@ -174,9 +179,15 @@ def _dot(point: Point, x: float, y: float) -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="dot {escape(point.style)}">{title}</circle>'
 
 
-def _labels(points: Sequence[Point], places: Sequence[tuple[float, float]], x_axis: Axis, y_axis: Axis) -> list[str]:
+def _labels(
+    points: Sequence[Point],
+    places: Sequence[tuple[float, float]],
+    reserved: Sequence[tuple[float, float, float, float]],
+    x_axis: Axis,
+    y_axis: Axis,
+) -> list[str]:
     """Names beside their dots, each in the first free place round its dot; the chosen one first. One without room is left out."""
-    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    taken = [*reserved, *((x - 5, y - 5, x + 5, y + 5) for x, y in places)]
     parts = []
     for index in sorted(range(len(points)), key=lambda i: points[i].style != "chosen"):
         point, (x, y) = points[index], places[index]
@@ -228,10 +239,11 @@ def loss_curves(curves: Sequence[Curve], *, width: int) -> Markup:
     twins = [curve for curve in curves if curve.style == "twin"]
     others = [curve for curve in curves if curve.style not in ("reference", "twin")]
     finite = [loss for curve in (reference, *others) for loss in curve.losses if math.isfinite(loss)]
-    left, upper, lower = 62, 210, 130
+    left, upper, lower = 72, 210, 130
     x_axis = Axis(1, len(reference.losses), left, width - 14)
     y_axis = Axis(min(0.0, *finite), _high(finite), upper, 14)
-    x_ticks = 6 if width > 500 else 4
+    wide = width > 500
+    x_ticks = 6 if wide else 4
     parts = _frame(x_axis, y_axis, x_format="plain", y_format="plain", x_ticks=0, y_ticks=4)
     parts += [_path(curve.losses, x_axis, y_axis, f"curve {curve.style}") for curve in (reference, *others)]
     gaps = {curve.name: _departure(reference.losses, curve.losses) for curve in (*twins, *others)}
@@ -243,7 +255,9 @@ def loss_curves(curves: Sequence[Curve], *, width: int) -> Markup:
     parts.append(_line(left, gap_axis(0), x_axis.end, gap_axis(0), "curve reference"))
     parts += [_path(gaps[curve.name], x_axis, gap_axis, f"curve {curve.style}") for curve in others]
     parts += [
-        _text(left, upper + 40, "departure from FP32, with FP32's own noise as a band", "label"),
+        _text(
+            left, upper + 40, "departure from FP32, with FP32's own noise as a band" if wide else "departure from FP32", "label"
+        ),
         _text((left + x_axis.end) / 2, bottom + 36, "step", "label", "middle"),
         f'<text transform="translate(13 {upper / 2:.0f}) rotate(-90)" text-anchor="middle" class="label">loss</text>',
     ]
@@ -308,8 +322,8 @@ def _band(gaps: Sequence[Sequence[float]], x_axis: Axis, y_axis: Axis) -> list[s
 def bars(items: Sequence[Bar], *, width: int) -> Markup:
     """Horizontal bars from zero, a name and a text each; predicted ones have a dashed edge."""
     wide = width > 500
-    name_px = min(max((CHAR_PX * len(item.name) for item in items), default=0) + 14, 190) if wide else 0
-    text_px = max((CHAR_PX * len(item.text) for item in items), default=0) + 12
+    name_px = min(max((CHAR_PX * len(item.name) for item in items), default=0) + 14, 240) if wide else 0
+    text_px = max((1.1 * CHAR_PX * len(item.text) for item in items), default=0) + 14
     row = 34 if wide else 48
     top = max((item.value for item in items), default=1.0) or 1.0
     axis = Axis(0, top, name_px, width - text_px)
@@ -332,7 +346,7 @@ def bars(items: Sequence[Bar], *, width: int) -> Markup:
 
 def layer_strip(cells: Sequence[LayerCell], *, width: int) -> Markup:
     """A column a layer in order of use: its precision, the time it gains and its sensitivity; the title says why."""
-    left, cell = 78, 14 if width > 500 else 13
+    left, cell = 92, 14 if width > 500 else 13
     per_row = max(int((width - left) // cell), 1)
     most_gained = max((item.gained_s or 0 for item in cells), default=0)
     logs = [math.log10(item.sensitivity) for item in cells if item.sensitivity and math.isfinite(item.sensitivity)]

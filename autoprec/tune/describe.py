@@ -8,12 +8,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from rich.console import Group
-from rich.padding import Padding as Indent
+from rich.table import Table
 from rich.text import Text
 
 from autoprec.policy import Evidence, LayerSetting, LossScale, Policy
 from autoprec.records import Record
-from autoprec.tune.quantities import gap, memory, ratio, significant, throughput
+from autoprec.tune.quantities import NOTHING, gap, memory, ratio, throughput
+from autoprec.tune.rows import role_words
 
 # What torch.amp.GradScaler() starts with. Source: its signature in torch 2.9 to 2.14 (torch/amp/grad_scaler.py).
 STOCK_LOSS_SCALE = LossScale(init=65536.0, growth_interval=2000, growth_factor=2.0, backoff_factor=0.5)
@@ -39,15 +40,17 @@ REASON_WORDS = {
     "divergence": "the loss departed from FP32",
     "speed": "faster",
     "cast_cost": "a cast would cost more",
+    "unsupported": "does not run in this precision",
     "pinned": "pinned by a rule",
 }
 
 
 class Section(Record):
-    """A heading and its lines."""
+    """A heading and its lines; ``columns`` where they are a table's rows, padded with spaces."""
 
     title: str
     lines: tuple[str, ...]
+    columns: bool = False
 
 
 class LayerGroup(Record):
@@ -116,6 +119,7 @@ def describe_policy(policy: Policy, *, every_layer: bool = False) -> tuple[Secti
         Section(title="Differs from stock AMP in", lines=tuple(differences_from_stock_amp(policy)) or ("nothing",)),
         _exceptions(policy, every_layer),
         _evidence(policy.evidence),
+        _arms(policy.evidence),
         _made_for(policy),
     ]
     return tuple(section for section in sections if section.lines)
@@ -178,17 +182,25 @@ def _loss_scale_lines(scale: LossScale) -> list[str]:
 def _exceptions(policy: Policy, every_layer: bool) -> Section:
     title = f"Exceptions to {policy.default} ({len(policy.layers)})"
     if every_layer:
-        lines = [f"{name}: {setting.precision}{_because(setting)}" for name, setting in policy.layers.items()]
+        lines = [
+            f"{name}: {setting.precision}{_because(setting)}" for name, setting in sorted(policy.layers.items(), key=_natural)
+        ]
     else:
-        lines = [_group_line(group) for group in group_layers(policy)]
+        lines = [group_line(group) for group in group_layers(policy)]
     return Section(title=title, lines=tuple(lines))
+
+
+def _natural(item: tuple[str, object]) -> list[tuple[int, str]]:
+    """Sorts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", item[0])]
 
 
 def _because(setting: LayerSetting) -> str:
     return f"; {REASON_WORDS[setting.reason.kind]}: {setting.reason.text}" if setting.reason else ""
 
 
-def _group_line(group: LayerGroup) -> str:
+def group_line(group: LayerGroup) -> str:
+    """A group in a line: its layers, their precision and why."""
     why = f"; {REASON_WORDS[group.reason]}" if group.reason else ""
     return f"{group.label}: {group.precision}{why}{f' ({group.text})' if group.text else ''}"
 
@@ -198,20 +210,32 @@ def _evidence(evidence: Evidence | None) -> Section:
         return Section(title="Evidence", lines=("none: this policy has not been measured",))
     speeds = (("stock AMP", evidence.speedup_vs_stock_amp), ("FP32", evidence.speedup_vs_fp32))
     lines = [f"{ratio(value)} {name} ({evidence.speed_origin})" for name, value in speeds if value is not None]
-    if lines and evidence.speedup_low is not None and evidence.speedup_high is not None:
+    # Predicted step times are all equal: an interval over them would say nothing.
+    measured = evidence.speed_origin == "measured"
+    if lines and measured and evidence.speedup_low is not None and evidence.speedup_high is not None:
         lines[0] += f", 95% interval {ratio(evidence.speedup_low)} to {ratio(evidence.speedup_high)}"
     verdict = f"verdict {evidence.verdict}"
     if evidence.loss_gap is not None:
         allowed = f", allowed {gap(evidence.tolerance)}" if evidence.tolerance is not None else ""
         verdict += f": the loss departs from FP32 by {gap(evidence.loss_gap)}{allowed} (measured)"
     lines.append(verdict)
-    for arm in evidence.arms:
-        figures = [f"{throughput(arm.samples_per_s)} samples/s ({arm.speed_origin})"]
-        figures += [f"peak {memory(arm.peak_bytes)}"] if arm.peak_bytes is not None else []
-        figures += [f"loss gap {gap(arm.loss_gap)}"] if arm.loss_gap is not None else []
-        lines.append(f"{arm.name}: {', '.join(figures)}")
     lines += [evidence.note] if evidence.note else []
     return Section(title=f"Evidence (run {evidence.run})", lines=tuple(lines))
+
+
+def _arms(evidence: Evidence | None) -> Section:
+    """The final comparison in columns: set-up, throughput, memory, loss gap."""
+    arms = evidence.arms if evidence else ()
+    origins = " and ".join(sorted({arm.speed_origin for arm in arms}))
+    table = [("", "samples/s", "memory", "loss gap")]
+    for arm in arms:
+        figures = (throughput(arm.samples_per_s), memory(arm.peak_bytes), gap(arm.loss_gap))
+        table.append((role_words(arm.name), *(figures if arm.samples_per_s else ("failed", NOTHING, NOTHING))))
+    widths = [max(len(row[column]) for row in table) for column in range(4)]
+    lines = ("  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in table)
+    return Section(
+        title=f"Compared with (speeds and memory {origins}, loss gaps measured)", lines=tuple(lines) if arms else (), columns=True
+    )
 
 
 def _made_for(policy: Policy) -> Section:
@@ -221,7 +245,7 @@ def _made_for(policy: Policy) -> Section:
     lines = [
         f"{made.device}{capability}, torch {made.torch_version}",
         f"{_count(len(made.layers), 'layer')}, layer list {made.layer_list_sha256[:12]}, model file {made.workload_sha256[:12]}",
-        f"effective batch {significant(batch.effective, 6)}",
+        f"effective batch {batch.effective:,}",
     ]
     return Section(title="Made for", lines=tuple(lines))
 
@@ -264,10 +288,13 @@ def description_text(sections: Sequence[Section]) -> str:
 
 def description_rich(sections: Sequence[Section], warnings: Sequence[str] = ()) -> Group:
     """The sections for a terminal, warnings first."""
-    parts: list[Text | Indent] = [Text(f"Warning: {warning}", style="yellow") for warning in warnings]
+    parts: list[Text | Table] = [Text(f"Warning: {warning}", style="yellow") for warning in warnings]
     for section in sections:
         parts.append(Text(section.title, style="bold"))
-        # Text, not markup: a layer's name may hold brackets.
-        parts += [Indent(Text(line), (0, 0, 0, 2)) for line in section.lines]
+        grid = Table.grid(padding=(0, 1))
+        for line in section.lines:
+            # Text, not markup: a layer's name may hold brackets. A column of its own keeps wrapped lines indented.
+            grid.add_row(Text("  " if section.columns else "  •"), Text(line))
+        parts.append(grid)
         parts.append(Text(""))
     return Group(*parts)

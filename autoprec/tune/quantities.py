@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 NOTHING = "–"
+# Own choice: a hundredth of the default tolerance.
+LEAST_GAP = 1e-4
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -52,9 +54,11 @@ def duration(seconds: float | None) -> str:
 
 
 def gap(loss_gap: float | None) -> str:
-    """A relative loss gap in percent: ``0.31 %``."""
+    """A relative loss gap in percent: ``0.31 %``; sizes that no reader needs as ``<0.01 %``."""
     if loss_gap is None:
         return NOTHING
     if not math.isfinite(loss_gap):
         return "not finite"
+    if 0 < abs(loss_gap) < LEAST_GAP:
+        return "<0.01 %"
     return f"{significant(100 * loss_gap, 2)} %"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,13 +11,13 @@ import jinja2
 from markupsafe import Markup
 
 from autoprec.errors import RunFolderError
-from autoprec.policy import Origin, Policy, write_atomically
-from autoprec.records import Record
+from autoprec.policy import Figures, Origin, Policy, write_atomically
+from autoprec.records import Record, Verdict
 from autoprec.tune import charts, quantities
-from autoprec.tune.charts import Bar, LayerCell, Point
+from autoprec.tune.charts import Bar, Curve, LayerCell, Point
 from autoprec.tune.describe import REASON_WORDS, differences_from_stock_amp, group_layers
 from autoprec.tune.report_data import Rejected, ReportData, speedup
-from autoprec.tune.rows import TrialRow, role_words
+from autoprec.tune.rows import TrialRow, is_baseline, role_words
 
 # Widths the charts are drawn for, in CSS pixels: a laptop's text column and the narrowest phone in use (360 less margins).
 WIDE_PX, NARROW_PX = 900, 328
@@ -35,8 +36,14 @@ def headline(data: ReportData) -> str:
     """The answer in a sentence."""
     if data.not_worth_it:
         return "Stay with FP32: mixed precision does not pay here"
-    gain = speedup(data, data.stock_arm)
-    speed = "No faster set-up than stock AMP" if gain is None else f"{quantities.ratio(gain)} the speed of stock AMP"
+    if data.tuned_arm == data.stock_arm:
+        return f"Nothing beats {role_words(data.stock_arm)} here"
+    over_stock, over_fp32 = speedup(data, data.stock_arm), speedup(data, data.fp32_arm)
+    speed = "A policy of unknown speed"
+    if over_stock is not None:
+        speed = f"{quantities.ratio(over_stock)} the speed of stock AMP"
+    elif over_fp32 is not None:
+        speed = f"{quantities.ratio(over_fp32)} the speed of FP32"
     endings = {
         "passed": "trains like FP32",
         "rejected": "but it does not train like FP32",
@@ -54,7 +61,8 @@ def tiles(data: ReportData) -> list[Tile]:
         if gain is None:
             continue
         detail = role_words(over)
-        if over == data.stock_arm and evidence and evidence.speedup_low and evidence.speedup_high:
+        measured = data.speed_origin == "measured"  # predicted step times are all equal: no interval over them
+        if measured and over == data.stock_arm and evidence and evidence.speedup_low and evidence.speedup_high:
             detail += f"; 95% interval {quantities.ratio(evidence.speedup_low)} to {quantities.ratio(evidence.speedup_high)}"
         made.append(Tile(label=label, value=quantities.ratio(gain), detail=detail, origin=data.speed_origin))
     tuned, stock = data.arm(data.tuned_arm), data.arm(data.stock_arm)
@@ -115,12 +123,14 @@ def pareto_points(data: ReportData) -> list[Point]:
     """The dots of the Pareto picture; one for each policy that finished with a finite loss."""
     points = []
     for row in data.trials:
-        if not row.plotted or row.samples_per_s is None or row.loss_gap is None:
+        chosen, baseline = row.number == data.chosen_number, is_baseline(row.role)
+        if row.samples_per_s is None or row.loss_gap is None or not math.isfinite(row.loss_gap):
             continue
-        chosen, baseline = row.number == data.chosen_number, row.role != "trial" and row.trial is not None
+        if row.trial is None and not chosen:
+            continue  # verification and repair run other windows, whose gaps are not comparable
         within = row.loss_gap <= data.tolerance
         style = "chosen" if chosen else "baseline" if baseline else "feasible" if within else "rejected"
-        name = "chosen" if chosen else role_words(row.role) if baseline else ""
+        name = ", ".join((*(("chosen",) if chosen else ()), *((role_words(row.role),) if baseline else ())))
         figures = f"{quantities.throughput(row.samples_per_s)} samples/s ({row.origin}), loss gap {quantities.gap(row.loss_gap)}"
         title = f"#{row.number} {role_words(row.role)}: {figures}"
         points.append(Point(samples_per_s=row.samples_per_s, loss_gap=row.loss_gap, style=style, label=name, title=title))
@@ -162,7 +172,9 @@ def layer_cells(data: ReportData) -> list[LayerCell]:
             gained = times["fp32"] - times[precision] if "fp32" in times and precision in times else None
             sensitivity = harms.get(lowered) if lowered else max(harms.values(), default=None)
             if gained is not None:
-                lines.append(f"gains {quantities.duration(gained)} of {quantities.duration(times['fp32'])} ({found.time_origin})")
+                whole = quantities.duration(times["fp32"])
+                figure = f"gains {quantities.duration(gained)} of {whole}" if gained else f"takes {whole}"
+                lines.append(f"{figure} ({found.time_origin})")
             if sensitivity is not None:
                 lines.append(f"sensitivity {sensitivity:.2g} (measured)")
         if setting and setting.reason:
@@ -197,9 +209,12 @@ def render_html(data: ReportData) -> str:
         data=data,
         headline=headline(data),
         tiles=tiles(data),
-        arms=sorted(data.arms, key=lambda arm: arm.samples_per_s or 0),
+        arms=_fastest_first(data),
+        failures=arm_failures(data),
         stock_speed=getattr(data.arm(data.stock_arm), "samples_per_s", None),
         differences=differences_from_stock_amp(data.policy),
+        cells=cells,
+        curves=shown_curves(data),
         groups=group_layers(data.policy),
         reason_words=REASON_WORDS,
         precisions=list(dict.fromkeys(cell.precision for cell in cells)),
@@ -207,16 +222,34 @@ def render_html(data: ReportData) -> str:
         code=apply_code(data.policy, policy_path=f"{data.name}/policy.json", grad_clip=data.grad_clip),
         bar_chart=_both("bars", arm_bars(data)),
         pareto_chart=_both("pareto", pareto_points(data), noise_floor=data.noise_floor, tolerance=data.tolerance),
-        curve_chart=_both("loss_curves", data.curves),
+        curve_chart=_both("loss_curves", shown_curves(data)),
         layer_chart=_both("layer_strip", cells),
     )
+
+
+def _fastest_first(data: ReportData) -> list[Figures]:
+    """The arms by speed; the answer leads where others are as fast."""
+    return sorted(data.arms, key=lambda arm: (-(arm.samples_per_s or 0), arm.name != data.tuned_arm))
+
+
+def arm_failures(data: ReportData) -> dict[str, str]:
+    """Why arms have no figures, by their name: the kind of failure of the evaluation with that role."""
+    kinds = {row.role: row.outcome.replace("_", " ") for row in reversed(data.trials) if row.outcome != "ok"}
+    return {arm.name: kinds[role] for arm in data.arms for role in kinds if arm.name in (role, role_words(role))}
+
+
+def shown_curves(data: ReportData) -> tuple[Curve, ...]:
+    """The curves, where the answer is stock AMP itself only once."""
+    tuned = {curve.name for curve in data.curves if curve.style == "tuned"}
+    return tuple(curve for curve in data.curves if curve.style != "stock" or curve.name not in tuned)
 
 
 def comparison_table(data: ReportData) -> str:
     """The final comparison as a Markdown table, fastest first."""
     stock = data.arm(data.stock_arm)
     lines = ["| | samples/s | against stock AMP | peak memory | loss gap | speed is |", "|---|---:|---:|---:|---:|---|"]
-    for arm in sorted(data.arms, key=lambda arm: -(arm.samples_per_s or 0)):
+    failures = arm_failures(data)
+    for arm in _fastest_first(data):
         versus = arm.samples_per_s / stock.samples_per_s if arm.samples_per_s and stock and stock.samples_per_s else None
         name = markdown_text(role_words(arm.name))
         figures = (
@@ -225,7 +258,7 @@ def comparison_table(data: ReportData) -> str:
             quantities.ratio(versus),
             quantities.memory(arm.peak_bytes),
             quantities.gap(arm.loss_gap),
-            arm.speed_origin,
+            arm.speed_origin if arm.samples_per_s else failures.get(arm.name, "not run"),
         )
         lines.append(f"| {' | '.join(figures)} |")
     return "\n".join(lines)
@@ -238,12 +271,18 @@ def markdown_text(text: str) -> str:
     return " ".join(text.split())
 
 
+def verdict_line(verdict: Verdict) -> str:
+    """The verdict in Markdown; its own text begins with its status as a rule, which is not said twice."""
+    text = verdict.text.removeprefix(f"{verdict.status.capitalize()}: ")
+    return f"Verdict **{verdict.status}**: {markdown_text(text)}"
+
+
 def render_markdown(data: ReportData) -> str:
     """The report in a few lines and a table."""
     lines = [f"### autoprec: {markdown_text(headline(data))}", ""]
     lines.append(f"{markdown_text(data.workload)} on {markdown_text(data.target)}; speeds are {data.speed_origin}.")
     if data.verdict:
-        lines.append(f"Verdict **{data.verdict.status}**: {markdown_text(data.verdict.text)}")
+        lines.append(verdict_line(data.verdict))
     if data.not_worth_it:
         lines.append(markdown_text(data.not_worth_it))
     lines += ["", comparison_table(data), ""] if data.arms else [""]

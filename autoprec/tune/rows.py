@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -20,7 +19,12 @@ _ROLE_WORDS = {
     "amp_fp16": "stock AMP fp16",
     "amp_bf16": "stock AMP bf16",
     "tuned": "tuned policy",
+    "start": "starting point",
+    "refine": "refinement",
+    "repaired_fp16": "repaired fp16 plan",
+    "repaired_bf16": "repaired bf16 plan",
 }
+_BASELINES = ("fp32", "fp32_tf32", "amp_fp16", "amp_bf16")
 _SUFFIX_WORDS = {
     "_compile_cudagraphs": "compiled with CUDA graphs",
     "_compile": "compiled",
@@ -36,6 +40,13 @@ def role_words(role: str) -> str:
             role = role.removesuffix(suffix)
             endings.append(words)
     return ", ".join((_ROLE_WORDS.get(role, role), *reversed(endings)))
+
+
+def is_baseline(role: str) -> bool:
+    """Whether a role is that of a set-up that needs no search: FP32 or stock AMP, in any execution and memory format."""
+    for suffix in _SUFFIX_WORDS:
+        role = role.removesuffix(suffix)
+    return role in _BASELINES
 
 
 class TrialRow(Record):
@@ -78,11 +89,11 @@ class TrialRow(Record):
     num_exceptions: int
     params: dict[str, Value] = Field(default_factory=dict)
 
-    @property
-    def plotted(self) -> bool:
-        """True where both axes of the Pareto picture have a finite value."""
-        finite = self.loss_gap is not None and math.isfinite(self.loss_gap)
-        return finite and self.samples_per_s is not None
+
+def failure_words(failure: Failure) -> str:
+    """Its message with the layer and the step, where the message does not name them itself."""
+    places = (f"in {failure.layer}" if failure.layer else "", "" if failure.step is None else f"at step {failure.step}")
+    return " ".join((failure.message, *(place for place in places if place and place not in failure.message)))
 
 
 def row_of(
@@ -109,10 +120,7 @@ def row_of(
         "params": dict(params or {}),
     }
     if isinstance(outcome, Failure):
-        where = "".join(
-            (f" in {outcome.layer}" if outcome.layer else "", "" if outcome.step is None else f" at step {outcome.step}")
-        )
-        return TrialRow.model_validate({**shared, "outcome": outcome.kind, "failure": f"{outcome.message}{where}"})
+        return TrialRow.model_validate({**shared, "outcome": outcome.kind, "failure": failure_words(outcome)})
     speed = outcome.samples_per_s
     return TrialRow.model_validate(
         {

@@ -85,7 +85,7 @@ def run_study(
         RunFolderError: the study's file is locked, cannot be opened, or holds a study of another space.
         KeyboardInterrupt: as it came; the trial in flight is marked failed and tried again at the next call, finished ones stay.
     """
-    with _quiet(), _storage_errors(storage):
+    with _quiet(), storage_errors(storage):
         tried: set[str] = set()
         study = open_study(storage, study_name=study_name, lock_timeout_s=lock_timeout_s)
         seed += len(study.get_trials(deepcopy=False))  # the same numbers again would propose the first session's trials again
@@ -102,7 +102,7 @@ def run_study(
 
 
 def open_study(storage: str | None, *, study_name: str = STUDY_NAME, lock_timeout_s: float = LOCK_TIMEOUT_S) -> Study:
-    """Opens or creates the study: throughput up, divergence down, both named."""
+    """Opens or creates the study: throughput up, divergence down, both named. Prints nothing."""
     with _quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)  # heartbeats and metric names work in Optuna 5 as they are used here
         study = optuna.create_study(
@@ -340,7 +340,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _storage_errors(storage: str | None) -> Iterator[None]:
+def storage_errors(storage: str | None) -> Iterator[None]:
     """Says in plain words what SQLAlchemy and Optuna say in many."""
     try:
         yield

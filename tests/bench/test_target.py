@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -39,6 +40,10 @@ def test_without_cuda_a_named_card_is_predicted_under_cuda_rules(cuda: Cuda) -> 
     assert target.gpu is find_gpu("4090d")
     assert target.memory_limit_bytes == usable_bytes(find_gpu("4090d"))
     assert target.family == "ada"
+    assert target.stands_for_cuda
+    assert target.device_name == "NVIDIA GeForce RTX 4090 D"
+    assert "the CPU under CUDA's autocast rules, speed predicted for NVIDIA GeForce RTX 4090 D" in target.numerics
+    assert pickle.loads(pickle.dumps(target)) == target
     assert "fp16_pure" in target.precisions
 
 
@@ -56,6 +61,8 @@ def test_the_card_that_is_here_is_measured(cuda: Cuda) -> None:
         target = resolve_target(name)
         assert (target.name, target.device, target.timing, target.memory_limit_bytes) == ("NVIDIA H200", "cuda", "measured", None)
         assert target.capability == "9.0"
+        assert target.device_name == "NVIDIA H200"
+        assert target.numerics == "losses and speed measured on NVIDIA H200"
 
 
 def test_a_card_that_is_not_in_the_table_is_measured_all_the_same(cuda: Cuda) -> None:

@@ -171,3 +171,17 @@ def test_the_runtime_loads_nothing_of_the_search() -> None:
         f"import sys, autoprec.runtime; loaded = [name for name in {heavy!r} if name in sys.modules]; assert not loaded, loaded"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_modules_replaced_after_apply_are_named_in_a_warning() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    applied = apply_policy(model, policy_for(model, "bf16", {"1": "fp32"}))
+    nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    with pytest.warns(UserWarning, match=r"without their setting: 1\. Convert"):
+        applied.grad_scaler()
+    applied.remove()
+
+
+def test_importing_the_runtime_does_not_load_the_compiler() -> None:
+    code = "import sys, autoprec.runtime; assert 'torch._inductor' not in sys.modules and 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,96 @@
+"""Windows of unusual workloads: infinite masks, closures, settings that a policy cannot have."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+from torch import nn
+
+from autoprec.bench import nvml
+from autoprec.bench.data import Start
+from autoprec.bench.target import Target
+from autoprec.bench.window import run_window
+from autoprec.bench.workload import Workload, load_workload
+from autoprec.policy import PRECISIONS, Batch, Fingerprint, Policy, Precision
+from autoprec.records import Failure, Measurement, Outcome, Window
+from autoprec.runtime import layer_signature, named_layers
+
+CPU = Target("cpu", None, "cpu", "measured", False, None, PRECISIONS)
+STAND_IN = Target("cpu", None, "cpu", "measured", True, None, PRECISIONS)
+
+
+def _batches(batch_size: int, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randn(batch_size, 4, generator=generator), torch.randint(0, 3, (batch_size,), generator=generator)
+
+
+def _workload(**changes: Any) -> Workload:
+    return load_workload(
+        SimpleNamespace(**{"build_model": lambda: nn.Linear(4, 3), "batches": _batches, "BATCH_SIZE": 8} | changes)
+    )
+
+
+def _run(workload: Workload, target: Target, default: Precision, steps: int = 6) -> Outcome:
+    known = {name: layer_signature(module) for name, module in named_layers(workload.build_model()).items()}
+    made_for = {"device": "cpu", "capability": None, "torch_version": torch.__version__, "workload_sha256": workload.sha256}
+    policy = Policy(default=default, batch=Batch(effective=8, micro=8), fingerprint=Fingerprint.of(known, **made_for))
+    return run_window(workload, target, policy, Window(steps=steps), Start(workload, 0, pinned=False), None)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+        self.register_buffer("mask", torch.tensor([0.0, 0.0, float("-inf")]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x) + self.mask.clamp(min=-10)  # type: ignore[no-any-return, operator]
+
+
+def test_a_mask_of_minus_infinity_is_no_broken_buffer() -> None:
+    assert isinstance(_run(_workload(build_model=Masked), CPU, "fp32"), Measurement)
+
+
+def test_an_optimizer_with_a_closure_trains_in_bf16_and_is_a_failure_in_fp16() -> None:
+    workload = _workload(build_optimizer=lambda model: torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4))
+    assert isinstance(_run(workload, STAND_IN, "bf16"), Measurement)
+    failure = _run(workload, STAND_IN, "fp16")
+    assert isinstance(failure, Failure)
+    assert failure.kind == "unsupported"
+    assert "LBFGS" in failure.message
+
+
+def test_parameters_that_cannot_be_scaled_are_a_failure_of_the_policy() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+            self.scale = nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x) * self.scale.abs()  # type: ignore[no-any-return]
+
+    workload = _workload(build_model=Half)
+    assert isinstance(_run(workload, STAND_IN, "bf16"), Measurement)
+    failure = _run(workload, STAND_IN, "fp16")
+    assert isinstance(failure, Failure)
+    assert failure.kind == "unsupported"
+    assert "'scale' is complex64" in failure.message
+
+
+@pytest.mark.parametrize(
+    ("reasons", "expected"), [(0x0, False), (0x1, False), (0x4, False), (0x40, True), (0x24, True), (0x80, True)]
+)
+def test_heat_and_power_brakes_throttle_and_a_power_cap_does_not(
+    monkeypatch: pytest.MonkeyPatch, reasons: int, expected: bool
+) -> None:
+    for name in ("nvmlInit", "nvmlShutdown"):
+        monkeypatch.setattr(pynvml, name, lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: reasons)
+    assert nvml.is_throttled("1234") is expected
