@@ -102,13 +102,13 @@ def tune(
 @click.argument("policy", type=click.Path(path_type=Path))
 @click.option("--all", "every_layer", is_flag=True, help="List every layer instead of summaries.")
 def show(policy: Path, every_layer: bool) -> None:
-    """Print a POLICY file for a person: what differs from stock AMP, why, and on what evidence."""
+    """Print a POLICY file (or that of a run's folder): what differs from stock AMP, why, and on what evidence."""
     from rich.console import Console
 
     from autoprec.policy import load_policy
     from autoprec.tune.describe import describe_policy, description_rich, fingerprint_warnings, installed_torch_version
 
-    loaded = load_policy(policy)
+    loaded = load_policy(policy / "policy.json" if policy.is_dir() else policy)
     warnings = fingerprint_warnings(loaded, torch_version=installed_torch_version())
     Console().print(description_rich(describe_policy(loaded, every_layer=every_layer), warnings), highlight=False)
 
@@ -134,17 +134,17 @@ def main() -> NoReturn:
     except click.exceptions.Exit as stop:
         sys.exit(stop.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _print_error(UserError("Stopped."))
+        _print_error(UserError("Stopped."), stopped=True)
         sys.exit(130)
     except AutoprecError as error:
-        _print_error(error)
+        _print_error(error, stopped=error.exit_code == 130)
         sys.exit(error.exit_code)
     except BrokenPipeError:
         sys.exit(1)
     sys.exit(0)
 
 
-def _print_error(error: AutoprecError) -> None:
-    click.echo(click.style("Error: ", fg="red", bold=True) + error.message, err=True)
+def _print_error(error: AutoprecError, *, stopped: bool = False) -> None:
+    click.echo(("" if stopped else click.style("Error: ", fg="red", bold=True)) + error.message, err=True)
     if error.hint:
         click.echo(f"  {error.hint}", err=True)

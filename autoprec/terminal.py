@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from autoprec.bench.gpus import Gpu
+from autoprec.bench.gpus import Gpu, normalised
 from autoprec.policy import Figures
 from autoprec.session import TuneResult
 
@@ -66,7 +67,7 @@ class TerminalProgress:
 
     def found(self, text: str) -> None:
         """Prints a line above the bar."""
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def _left(self) -> str:
         left_s = self._budget_s - (time.monotonic() - self._start_s)
@@ -80,20 +81,27 @@ def figures_table(arms: tuple[Figures, ...], chosen: str) -> Table:
     for heading in ("set-up", "samples/s", "x FP32", "x AMP", "loss gap", "MiB"):
         table.add_column(heading, justify="left" if heading == "set-up" else "right", no_wrap=heading != "set-up")
     speeds = {arm.name: arm.samples_per_s for arm in arms}
-    stock = max((speed for name, speed in speeds.items() if name.startswith("stock AMP") and speed), default=None)
+    stock = max((speeds[name] or 0.0 for name in ("stock AMP fp16", "stock AMP bf16") if name in speeds), default=None)
     for arm in arms:
         table.add_row(
             arm.name,
             f"{arm.samples_per_s:,.0f}" if arm.samples_per_s else "failed",
             _ratio(arm.samples_per_s, speeds.get("FP32")),
             _ratio(arm.samples_per_s, stock),
-            f"{arm.loss_gap:+.2%}" if arm.loss_gap is not None else "-",
-            f"{arm.peak_bytes / 2**20:,.0f}" if arm.peak_bytes else "-",
+            f"{arm.loss_gap:+.2%}".replace("-0.00%", "+0.00%") if arm.loss_gap is not None else "-",
+            _mebibytes(arm.peak_bytes),
             style="bold green" if arm.name == chosen else None,
         )
     table.caption = "x AMP: against the faster stock AMP. MiB: peak memory."
     table.caption_justify = "left"
     return table
+
+
+def _mebibytes(peak_bytes: int | None) -> str:
+    if not peak_bytes:
+        return "-"
+    size = peak_bytes / 2**20
+    return f"{size:,.0f}" if size >= 10 else f"{size:.2f}"
 
 
 def _ratio(value: float | None, base: float | None) -> str:
@@ -118,17 +126,17 @@ def print_result(console: Console, result: TuneResult) -> None:
 
 def gpu_table(gpus: Sequence[Gpu]) -> Table:
     """The GPU table with the figures predictions rest on; dense peaks, no sparsity."""
-    table = Table(title="Cards that --gpu knows (dense peaks in TFLOP/s)", title_justify="left")
-    for heading in ("name", "architecture", "capability", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16"):
-        table.add_column(heading, justify="left" if heading in ("name", "architecture") else "right")
+    table = Table(title="Cards that --gpu knows (dense peaks in TFLOP/s)", title_justify="left", box=SIMPLE, padding=(0, 1))
+    for heading in ("--gpu", "family", "cap.", "GiB", "GB/s", "fp32", "tf32", "fp16", "bf16"):
+        table.add_column(heading, justify="left" if heading in ("--gpu", "family") else "right", no_wrap=True)
     for gpu in gpus:
         peaks = (gpu.rates_flops.get(mode) for mode in ("fp32", "tf32", "fp16", "bf16"))
         table.add_row(
-            gpu.key,
+            normalised(gpu.key),
             gpu.architecture,
             gpu.capability,
             f"{gpu.memory_bytes / 2**30:.0f}",
             f"{gpu.bandwidth_bytes_per_s / 1e9:,.0f}",
-            *(f"{peak / 1e12:,.1f}" if peak else "-" for peak in peaks),
+            *(f"{peak / 1e12:.0f}" if peak else "-" for peak in peaks),
         )
     return table

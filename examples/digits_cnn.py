@@ -74,5 +74,11 @@ def batches(batch_size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield images[chosen], labels[chosen]
 
 
+def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy with smoothed labels: it ends near 0.5 instead of near 0, where two runs cannot be told apart from noise."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels, label_smoothing=0.1)
+
+
 def build_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=2e-3)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)

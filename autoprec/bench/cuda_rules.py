@@ -6,7 +6,8 @@ kernels are slow. Inside ``cuda_autocast_rules()``:
 * operations of CUDA's lower-precision list round their inputs to the autocast dtype, compute in float32 (as tensor cores
   accumulate) and round the result; gradients are rounded at the same places, so they overflow and underflow as on a GPU;
 * operations of CUDA's float32 list compute and answer in float32, those of its promote list in the widest type given;
-* with autocast off, the same heavy operations on half tensors (the ``*_pure`` layers) also compute in float32 and answer in half;
+* with autocast off, the same heavy operations and norms on half tensors (the ``*_pure`` layers) also compute in float32 and
+  answer in half;
 * ``binary_cross_entropy`` under autocast raises, as it does on CUDA.
 
 This is the only place that touches torch's private dispatcher API. The rules sit on a dispatch key that torch reserves for the
@@ -29,6 +30,10 @@ _KEY = "AutocastIPU"
 _C: Any = torch._C
 _LOW = (torch.float16, torch.bfloat16)
 
+# On the float32 list of torch 2.14 but not of 2.11. Source: rms_norm under CUDA autocast answers in bf16 on torch 2.11 (seen on an
+# H200) and in float32 by 2.14's list; when it joined in between is an assumption.
+_SINCE_2_12 = ("rms_norm",) if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12) else ()
+
 # Cast to the autocast dtype on CUDA. RNNs are there as _cudnn_rnn; a CPU reaches them one level up.
 LOWER_PRECISION = (
     "_convolution", "_convolution.deprecated", "_scaled_dot_product_flash_attention", "_thnn_fused_gru_cell",
@@ -50,11 +55,13 @@ FLOAT32 = (
     "huber_loss", "kl_div", "l1_loss", "layer_norm", "linalg_matrix_sqrth", "log", "log10", "log1p", "log2", "logsumexp",
     "margin_ranking_loss", "mse_loss", "multi_margin_loss", "multilabel_margin_loss", "native_layer_norm", "nll_loss",
     "nll_loss2d", "norm.Scalar", "norm.ScalarOpt_dim", "nuclear_norm", "nuclear_norm.dim", "pdist", "poisson_nll_loss",
-    "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "renorm", "rms_norm", "rsqrt", "sinh",
+    "pow.Scalar", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "reciprocal", "renorm", *_SINCE_2_12, "rsqrt", "sinh",
     "smooth_l1_loss", "soft_margin_loss", "softplus", "tan", "triplet_margin_loss", "upsample_bicubic2d",
     "upsample_bilinear2d", "upsample_linear1d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
     "upsample_trilinear3d",
 )  # fmt: skip
+
+_NORMS = frozenset({"layer_norm", "native_layer_norm", "group_norm", "rms_norm"})
 
 # The same, but a dtype that the caller names wins.
 FLOAT32_UNLESS_GIVEN = (
@@ -160,9 +167,15 @@ def _lower_precision(op: Any) -> Kernel:
 
 
 def _float32(op: Any) -> Kernel:
+    # CUDA's norm kernels add up in float32 whatever they read; the CPU's add the parameters' gradients up in half.
+    accumulates = op._schema.name.rpartition("::")[2] in _NORMS
+
     def kernel(*args: Any, **kwargs: Any) -> Any:
         cast = torch.is_autocast_enabled("cpu")
+        low = _shared_low_dtype((args, tuple(kwargs.values()))) if accumulates and not cast else None
         with _below_both():
+            if low is not None:
+                return _map(op(*_map(args, _raise_low), **kwargs), _answer_in(low))
             if not cast:
                 return op(*args, **kwargs)
             return op(*_map(args, _raise_low), **{key: _map(value, _raise_low) for key, value in kwargs.items()})

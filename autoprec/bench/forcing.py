@@ -43,23 +43,31 @@ class Call:
 
 @dataclass
 class Tape:
-    """A recorded float32 pass: calls by layer, gradients of the parameters, and the loss."""
+    """A recorded float32 pass: calls by layer, gradients of the parameters, and the loss.
+
+    ``inner_gradients`` says that the forward pass took gradients itself (a penalty, forces): gradients then reach layers by ways that
+    are not recorded, and gradient errors mean nothing.
+    """
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     parameter_grads: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     loss: float = 0.0
+    inner_gradients: bool = False
 
 
 @dataclass
 class LayerErrors:
     """Squared errors and squared sizes of one layer, as tensors on the device so that nothing waits.
 
-    Each list holds pairs (error, reference): outputs; inputs' gradients; outputs' errors times their gradients. ``bad`` counts
-    values that are not finite where the recorded ones are.
+    Attributes:
+        outputs: pairs (error, reference) of the outputs.
+        input_grads: triples (error, reference, product of low and exact) of the inputs' gradients.
+        harms: outputs' errors times their gradients.
+        bad: how many values are not finite where the recorded ones are.
     """
 
     outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    input_grads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    input_grads: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     harms: list[Tensor] = field(default_factory=list)
     bad: list[Tensor] = field(default_factory=list)
 
@@ -109,6 +117,7 @@ class _Hooks:
         self._seen: dict[str, int] = {}
         self._again: dict[str, int] = {}
         self._open: list[tuple[str, int]] = []
+        self.in_forward = True  # gradients taken inside the forward pass (penalties, forces) are left alone
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -210,7 +219,10 @@ class Recorder(_Hooks):
             return tensor
 
         def note(grad: Tensor) -> None:
-            grads[place] = grad.detach()
+            if self.in_forward:
+                self.tape.inner_gradients = True
+            else:
+                grads[place] = grad.detach()
 
         tapped: Tensor = _Tap.apply(tensor, note, self._copy)
         return tapped
@@ -236,13 +248,15 @@ class Forcer(_Hooks):
         recorded = entry.input_grads.get(place)
 
         def grad(low: Tensor) -> Tensor:
-            if recorded is None:
+            if recorded is None or self.in_forward:
                 return low
             handed_on = self._scaled(recorded, low)
             # Held against what this dtype can say at this scale: rounding the gradient itself is the scale's business, and shows
             # in the gradients of the parameters it reaches.
             sayable = (recorded * self._scale).to(low.dtype)
-            self._of(name).input_grads.append((_square((low.detach() - sayable).double() / self._scale), _square(recorded)))
+            error = (low.detach().double() - sayable.double()) / self._scale
+            exact = recorded.double()
+            self._of(name).input_grads.append((_square(error), _square(exact), ((exact + error) * exact).sum()))
             return handed_on
 
         forced: Tensor = _Force.apply(tensor, exact, grad)
@@ -257,7 +271,7 @@ class Forcer(_Hooks):
             self._compare(name, tensor.detach(), exact, recorded)
 
         def grad(low: Tensor) -> Tensor:
-            return low if recorded is None else self._scaled(recorded, low)
+            return low if recorded is None or self.in_forward else self._scaled(recorded, low)
 
         forced: Tensor = _Force.apply(tensor, exact, grad)
         return forced

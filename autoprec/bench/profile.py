@@ -23,7 +23,7 @@ from autoprec.bench.optrace import OpTrace
 from autoprec.bench.ranges import StepRanges, record_step, screen
 from autoprec.bench.roofline import predict_cast_s_per_byte, predict_layer_times
 from autoprec.bench.seeding import seed_everything, untouched_random_state
-from autoprec.bench.sensitivity import Raised, Scene, Score, record, score, twin_errors
+from autoprec.bench.sensitivity import EVERYWHERE, Raised, Scene, Score, record, score, twin_errors
 from autoprec.bench.target import Target
 from autoprec.bench.workload import Workload
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
@@ -267,6 +267,8 @@ def _measured_times(
     backend = Backend(channels_last=subject.look.has_conv)
     for precision in precisions:
         lifted = [entry.layer for entry in raised.get(precision, ())]
+        if EVERYWHERE in lifted:
+            continue  # nothing to time: the model does not run in it, and the risks say so
         found = _timed(subject, uniform_policy(subject.look, precision, lifted=lifted, backend=backend))
         if not found.total_s:
             return {}
@@ -331,7 +333,7 @@ def _sensitivity_of(name: str, precision: Precision, scorings: Sequence[Scoring]
 
 
 def _raised_text(name: str, precision: Precision, scoring: Scoring) -> str:
-    return next((entry.text for entry in scoring.raised.get(precision, ()) if entry.layer == name), "")
+    return next((entry.text for entry in scoring.raised.get(precision, ()) if entry.layer in (name, EVERYWHERE)), "")
 
 
 def _found_risks(name: str, scorings: Sequence[Scoring], precisions: Sequence[Precision]) -> list[Risk]:

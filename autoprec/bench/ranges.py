@@ -131,8 +131,13 @@ class RangeRecorder(OpRecorder):  # type: ignore[no-untyped-call]
 
 
 def _largest(tensors: Iterable[Tensor]) -> Tensor | None:
-    found = [_finite_max(tensor) for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    found = [_finite_max(tensor) for tensor in tensors if _is_dense(tensor)]
     return torch.stack(found).amax() if found else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """True for floating tensors with elements and a plain layout; sparse gradients are left out."""
+    return tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel() > 0
 
 
 def _finite_max(tensor: Tensor) -> Tensor:
@@ -176,7 +181,7 @@ def record_step(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], T
 def _gradient_hook(name: str, recorder: RangeRecorder) -> Any:
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in iter_tensors(output):
-            if tensor.requires_grad and tensor.is_floating_point() and tensor.numel():
+            if tensor.requires_grad and _is_dense(tensor):
                 tensor.register_hook(lambda grad: recorder.note_grad(name, grad))  # type: ignore[no-untyped-call]
 
     return hook

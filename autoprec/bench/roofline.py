@@ -202,6 +202,11 @@ def _odd_layers(trace: OpTrace) -> frozenset[str]:
 
 def predict_step_s(trace: OpTrace, policy: Policy, gpu: Gpu) -> float:
     """Seconds of one optimizer step of ``policy`` on ``gpu``: all its micro-steps, casts, launches and the optimizer."""
+    return max(predict_device_and_host_s(trace, policy, gpu))
+
+
+def predict_device_and_host_s(trace: OpTrace, policy: Policy, gpu: Gpu) -> tuple[float, float]:
+    """Seconds that the device and the host are busy with one optimizer step; the longer one is the step."""
     compiled = policy.execution != "eager"
     setting = Setting(policy.backend, frozenset(policy.padding.layers), compiled)
     pricer = _Pricer(trace, gpu, setting, policy.batch.micro)
@@ -215,7 +220,7 @@ def predict_step_s(trace: OpTrace, policy: Policy, gpu: Gpu) -> float:
         host_s = GRAPH_LAUNCH_S
     steps = policy.batch.accumulation_steps
     optimizer_device_s, optimizer_host_s = _optimizer(trace, gpu, scaler=policy.needs_loss_scale)
-    return max(steps * device_s + optimizer_device_s, steps * host_s + optimizer_host_s)
+    return steps * device_s + optimizer_device_s, steps * host_s + optimizer_host_s
 
 
 def _optimizer(trace: OpTrace, gpu: Gpu, *, scaler: bool) -> tuple[float, float]:
@@ -321,13 +326,21 @@ class RooflineSpeed:
         Raises:
             ValueError: no GPU was given.
         """
-        if self._gpu is None:
-            raise ValueError("No GPU was given: there is no step time to predict.")
         key = policy.setup_hash()
         if key not in self._steps:
-            self._steps[key] = predict_step_s(self._trace, policy, self._gpu)
+            self._steps[key] = predict_step_s(self._trace, policy, self._card())
         return self._steps[key]
+
+    def host_bound(self, policy: Policy) -> bool:
+        """Whether the device is predicted to wait for the host."""
+        device_s, host_s = predict_device_and_host_s(self._trace, policy, self._card())
+        return host_s > device_s
 
     def peak_bytes(self, policy: Policy) -> int:
         """Predicted peak bytes of one step."""
         return predict_peak_bytes(self._trace, policy)
+
+    def _card(self) -> Gpu:
+        if self._gpu is None:
+            raise ValueError("No GPU was given: there is no step time to predict.")
+        return self._gpu

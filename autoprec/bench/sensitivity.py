@@ -7,7 +7,7 @@ The score of a layer is
 * harm^2 is the larger of sum (g d)^2 and (sum g d)^2, for the layer's own error d of its output and the float32 gradient g that
   arrives there: first-order change of the loss. Source: NVIDIA ModelOpt's gradient scoring of AutoQuantize uses sum (g d)^2.
 * output error is |d| / |y| over all its outputs.
-* gradient error is the largest relative error of its parameters' gradients and of its inputs' gradients. Adam divides by the
+* gradient error is the largest relative error of its parameters' gradients and loss of its inputs' gradients. Adam divides by the
   size of the gradient, so a gradient that flushes to zero is a whole error, however small it was.
 
 Relative errors of quantities that mean nothing in float32 either (the gradient of a bias before a normalisation is zero but for
@@ -46,6 +46,9 @@ move by about 1e-5, those that are zero but for rounding by about 1."""
 
 MOST_LIFTS = 16
 """Layers that may raise in one precision before the pass gives up. Assumption: a model of one kind of block raises in each."""
+
+EVERYWHERE = "*"
+"""Stands for the layer where an error came from no layer's forward (the backward pass, the loss): the whole precision is out."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -89,7 +92,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Raised:
-    """A layer that raised in a precision, and what it said."""
+    """A layer that raised in a precision (or ``EVERYWHERE``), and what it said."""
 
     layer: str
     text: str
@@ -111,6 +114,7 @@ def record(scene: Scene) -> Tape:
     recorder = Recorder(scene.modules(), copy=scene.in_place)
     with untouched(scene.model), float32_reference(), seeded(scene.seed), _draws(scene), recorder.active():
         value = scene.loss(scene.model, scene.batch)
+        recorder.in_forward = False
         value.backward()  # type: ignore[no-untyped-call]
         recorder.tape.loss = float(value.detach())
         for parameter in scene.model.parameters():
@@ -148,12 +152,12 @@ def score(
         errors, failure = _try_pass(scene, tape, policy_of([entry.layer for entry in raised]), scale)
         if failure is None:
             break
-        if any(entry.layer == failure.layer for entry in raised) or len(raised) >= MOST_LIFTS:
-            return {}, [*raised, failure]
+        if failure.layer == EVERYWHERE or failure.layer in {entry.layer for entry in raised} or len(raised) >= MOST_LIFTS:
+            return {}, [*raised, Raised(EVERYWHERE, failure.text)]
         raised.append(failure)
     lifted = {entry.layer for entry in raised}
     quiet = _Errors()
-    scores = {name: _combine(found, twin.get(name, quiet), tape.loss) for name, found in errors.items() if name not in lifted}
+    scores = {name: _combine(found, twin.get(name, quiet), tape) for name, found in errors.items() if name not in lifted}
     return scores, raised
 
 
@@ -165,7 +169,8 @@ def _try_pass(scene: Scene, tape: Tape, policy: Policy, scale: float) -> tuple[d
     except Exception as error:  # whatever a kernel or a user's module raises in half precision is a finding, not a crash
         if is_out_of_memory(error):
             raise
-        failure = Raised(_nearest_layer(stack.raised_in or "", scene.layers), describe(error))
+        layer = EVERYWHERE if stack.raised_in is None else _nearest_layer(stack.raised_in, scene.layers)
+        failure = Raised(layer if layer in scene.layers else EVERYWHERE, describe(error))
     return {}, failure
 
 
@@ -196,6 +201,7 @@ def _forced_pass(
         contexts.enter_context(stack or nullcontext())
         with applied.autocast():
             value = scene.loss(scene.model, scene.batch)
+        forcer.in_forward = False
         (value.float() * scale).backward()  # type: ignore[no-untyped-call]
         grads = {parameter: parameter.grad for parameter in scene.model.parameters() if parameter.grad is not None}
         return _read(forcer.errors, _parameter_errors(scene, tape, grads, scale))
@@ -228,15 +234,15 @@ def _read(errors: dict[str, LayerErrors], parameters: dict[str, list[tuple[Tenso
     """Everything from the device in one transfer."""
     tensors: list[Tensor] = []
     for name, found in errors.items():
-        for pair in (*found.outputs, *found.input_grads, *parameters.get(name, [])):
-            tensors.extend(pair)
+        for group in (*found.outputs, *found.input_grads, *parameters.get(name, [])):
+            tensors.extend(group)
         tensors.extend(found.harms)
         tensors.extend(found.bad)
     values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
     read: dict[str, _Errors] = {}
     for name, found in errors.items():
         outputs = [(next(values), next(values)) for _ in found.outputs]
-        inputs = [_relative(next(values), next(values)) for _ in found.input_grads]
+        inputs = [_astray(next(values), next(values), next(values)) for _ in found.input_grads]
         weights = [_relative(next(values), next(values)) for _ in parameters.get(name, [])]
         harm = sum(next(values) for _ in found.harms)
         bad = sum(next(values) for _ in found.bad) > 0
@@ -251,10 +257,23 @@ def _relative(error: float, size: float) -> float | None:
     return error / size if math.isfinite(error) else math.inf
 
 
-def _combine(found: _Errors, twin: _Errors, loss: float) -> Score:
-    harm = found.harm / max(loss * loss, 1e-24)
+def _astray(error: float, size: float, product: float) -> float | None:
+    """How much of an input's gradient is lost, squared: the part that no longer points its way, and noise as large as itself.
+
+    A max-pool whose rounded maximum lies elsewhere sends gradients elsewhere; such noise averages out in the parameters' gradients
+    it reaches and is not held against the layer, where a gradient that flushed to zero is.
+    """
+    if size == 0.0:
+        return None
+    if not math.isfinite(error):
+        return math.inf
+    return (1.0 - product / size) ** 2 + (error / size) ** 2
+
+
+def _combine(found: _Errors, twin: _Errors, tape: Tape) -> Score:
+    harm = found.harm / max(tape.loss**2, 1e-24)
     gradients = [*_meaningful(found.inputs, twin.inputs), *_meaningful(found.parameters, twin.parameters)]
-    gradient = max(gradients, default=0.0)
+    gradient = 0.0 if tape.inner_gradients else max(gradients, default=0.0)
     output = found.output if twin.output < MEANINGLESS**2 else 0.0
     harm, output, gradient = (min(part, 1.0) if math.isfinite(part) else 1.0 for part in (harm, output, gradient))
     return Score(harm + output + gradient, harm, output, gradient, bad=found.bad)

@@ -67,7 +67,18 @@ def find_source(reference: Any) -> Found:
     return _from_module(head, tail) if colon else _from_module(reference, "")
 
 
-def _from_file(path: Path, attribute: str) -> Found:
+def check_reference(reference: Any) -> None:
+    """Sees that a file named by a reference is there, without running it.
+
+    Raises:
+        WorkloadError: there is no such file.
+    """
+    head = str(reference).rpartition(":")[0] if str(reference).rpartition(":")[0].endswith(".py") else str(reference)
+    if isinstance(reference, (str, Path)) and (head.endswith(".py") or os.sep in head):
+        _existing(Path(head))
+
+
+def _existing(path: Path) -> Path:
     path = path.expanduser().absolute()
     if path.is_dir():
         inside = path / "model.py"
@@ -78,6 +89,11 @@ def _from_file(path: Path, attribute: str) -> Found:
         siblings = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
         near = f" Did you mean '{with_suffix.name}'?" if with_suffix.is_file() else suggest(path.name, siblings)
         raise WorkloadError(f"No model file at {path}.{near}", hint=_FORMS)
+    return path
+
+
+def _from_file(path: Path, attribute: str) -> Found:
+    path = _existing(path)
     module = _run_file(path)
     home = _attribute(module, attribute, path.name) if attribute else module
     label = f"{path.name}:{attribute}" if attribute else path.name

@@ -17,8 +17,8 @@ from autoprec.errors import PolicyMismatch, WorkloadError
 from autoprec.policy import Policy
 from autoprec.records import Failure, Measurement, Outcome, Window
 
-# Losses are looked at after these steps and then every tenth: a look waits for the device, and most failures come at once.
-_EARLY_LOOKS, _LOOK_EVERY_STEPS = (1, 2, 5), 10
+# Losses are looked at after these steps and then every twentieth: a look waits for the device, and most failures come at once.
+_EARLY_LOOKS, _LOOK_EVERY_STEPS = (1, 2, 5, 9), 20
 # A failure later than this is not trained up to again only to name the layer.
 _LOCATE_UP_TO_STEPS = 40
 
@@ -28,6 +28,9 @@ class SpeedModel(Protocol):
 
     def step_s(self, policy: Policy) -> float:
         """Seconds of one optimizer step."""
+
+    def host_bound(self, policy: Policy) -> bool:
+        """Whether the device waits for the host."""
 
     def peak_bytes(self, policy: Policy) -> int:
         """Peak memory of one step."""
@@ -71,7 +74,7 @@ def run_window(
                 "step_times_s": (step_s,) * len(outcome.step_times_s),
                 "speed_origin": "predicted",
                 "peak_bytes": speed.peak_bytes(policy),
-                "host_bound": False,
+                "host_bound": speed.host_bound(policy),
             }
         )
     if not on_cuda and speed is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,15 +24,15 @@ class Measuring(Protocol):
     def window(self, policy: Policy, window: Window) -> Outcome:
         """Trains one window under a policy."""
 
-    def interleave(self, policies: tuple[Policy, ...], window: Window) -> list[Outcome]:
+    def interleave(self, policies: Sequence[Policy], window: Window) -> list[Outcome]:
         """Times several policies in one process, A B A B."""
 
-    def profile(self, precisions: tuple[Precision, ...]) -> Profile:
+    def profile(self, precisions: Sequence[Precision]) -> Profile:
         """Costs and risks of every layer."""
 
 
 # Share of the budget that the study leaves to verification and the report, and to execution modes where they are tried.
-SHARE_AFTER_STUDY, SHARE_AFTER_STUDY_COMPILING = 0.3, 0.55
+SHARE_AFTER_STUDY, SHARE_AFTER_STUDY_COMPILING = 0.3, 0.5
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,13 @@ class Context:
             purpose=purpose,
         )
 
-    def timing_window(self, extra_timeout_s: float = 0.0) -> Window:
-        """The window in which arms are interleaved."""
+    def timing_window(self, *, times: int = 1, extra_timeout_s: float = 0.0) -> Window:
+        """The window in which arms are interleaved, or one several times as long."""
         return Window(
-            steps=self.plan.timed_steps,
+            steps=times * self.plan.timed_steps,
             warmup_steps=self.plan.trial_warmup_steps,
             seed=self.settings.seed,
-            timeout_s=self.plan.timeout_s + extra_timeout_s,
+            timeout_s=times * self.plan.timeout_s + extra_timeout_s,
             purpose="interleaved timing",
         )
 

@@ -27,6 +27,7 @@ from autoprec.tune.study import open_study
 from autoprec.tune.verdict import speed_ratio
 
 TUNED = "tuned"
+HOST_BOUND = " The GPU waits for the host here: a larger batch or CUDA graphs would gain more than a lower precision."
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _message(context: Context, verified: Verified, name: str) -> str:
     if chosen is fp32:
         return (
             "Not worth it here: no set-up that trains like FP32 is faster than FP32 beyond noise, so the policy is plain FP32."
-            + (" The host, not the GPU, is the limit." if fp32.host_bound else "")
+            + (HOST_BOUND if fp32.host_bound else "")
         )
     against = speed_ratio(fp32.useful_times_s, chosen.useful_times_s)[0]
     text = f"{name}: {against:.2f}x FP32"
@@ -203,7 +204,7 @@ def _message(context: Context, verified: Verified, name: str) -> str:
         interval = f" ({low:.2f} to {high:.2f})" if chosen.speed_origin == "measured" else ""
         text += f" and {ratio:.2f}x {stock.name}{interval}"
     text += f", {chosen.speed_origin}. {chosen.verdict.text if chosen.verdict else ''}"
-    return text + (" The host, not the GPU, is the limit." if chosen.host_bound else "")
+    return text + (HOST_BOUND if chosen.host_bound else "")
 
 
 def _number_of(context: Context, policy: Policy) -> int | None:

@@ -14,6 +14,7 @@ from typing import Any
 from autoprec import __version__
 from autoprec.bench.bench import Bench
 from autoprec.bench.isolation import IsolatedBench
+from autoprec.bench.source import check_reference
 from autoprec.bench.target import Target, resolve_target
 from autoprec.errors import AutoprecError
 from autoprec.policy import Batch, Policy
@@ -107,10 +108,13 @@ def run_tune(settings: Settings, progress: Progress) -> TuneResult:
     started_s = time.monotonic()
     target = resolve_target(settings.gpu, predict=settings.predict)
     search_space = _search_space(settings, target)
-    path = settings.out or default_path(workload_name(settings.workload), target.name)
+    path = settings.out or default_path(workload_name(settings.workload), target.gpu.key if target.gpu else target.name)
+    check_reference(settings.workload)
     make_folder(path)
     logbook = Logbook(progress)
     with _bench(settings.workload, target, path) as bench:
+        for note in target.notes:
+            logbook.found(note)
         look = _look(bench, target, logbook)
         with RunFolder.open(path, _identity(settings, target, look, search_space)) as folder:
             try:
@@ -122,7 +126,7 @@ def run_tune(settings: Settings, progress: Progress) -> TuneResult:
             except KeyboardInterrupt:
                 trials = sum(candidate.trial is not None for candidate in folder.candidates)
                 raise Interrupted(
-                    f"Stopped. {trials} finished trials and {len(folder.candidates)} windows in all are kept in {path}.",
+                    f"Stopped. {trials} finished trials of {len(folder.candidates)} windows in all are kept in {path}.",
                     hint="Run the same command again to go on from there.",
                 ) from None
 

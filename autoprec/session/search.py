@@ -50,25 +50,27 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
     """Profiles the layers, solves the fronts, and runs the study with the baselines first."""
     profile = run_profile(context)
     target = context.target
+    precisions = tuple(precision for precision in target.precisions if precision in search_space.precisions)
     space = StudySpace.bind(
         search_space,
         context.look,
         profile,
-        precisions=target.precisions,
+        precisions=precisions,
         cuda=target.stands_for_cuda,
         capability=target.capability,
         device_name=target.device_name,
     )
     baselines = baseline_policies(
         context.look,
-        target.precisions,
+        precisions,
         cuda=target.stands_for_cuda,
         capability=target.capability,
         fingerprint=space.fingerprint,
     )
     context.progress.found(
         "front: "
-        + "; ".join(f"{dtype}: {len({plan.key() for plan in plans})} assignments" for dtype, plans in space.plans.items())
+        + ", ".join(f"{len({plan.key() for plan in plans})} in {dtype}" for dtype, plans in space.plans.items())
+        + " (whole assignments of the layers, from all FP32 to the fastest)"
     )
     window = context.trial_window()
     # The trial window is the start of the first verification window: same seed, same data, so FP32 need not run again.
@@ -113,8 +115,11 @@ def _study(
     total = len(baselines) + (context.settings.trials if trials is None else trials)
     if trials is None:
         context.progress.stage("study", total)
+    done = sum(candidate.trial is not None for candidate in context.folder.candidates)
 
     def on_trial(candidate: Candidate, best: Candidate | None) -> None:
+        nonlocal done
+        done += 1
         context.folder.record(candidate.role, candidate.policy, candidate.window, candidate.outcome, trial=candidate.trial)
         context.progress.advance(_best_text(best))
 
@@ -130,12 +135,17 @@ def _study(
         seed=context.settings.seed,
         earlier=earlier,
         on_trial=on_trial,
-        should_stop=(lambda: context.study_time_is_over()) if trials is None else (lambda: False),
+        should_stop=lambda: trials is None and done >= len(baselines) and context.study_time_is_over(),
     )
     feasible = sum(yardstick.feasible(candidate.outcome) for candidate in candidates)
     if trials is None:
         context.progress.found(
             f"study: {len(candidates)} trials, {feasible} within the limits; {_best_text(_best(candidates, yardstick))}"
+        )
+    if trials is None and len(candidates) < total and context.study_time_is_over():
+        context.progress.found(
+            f"study: stopped after {len(candidates)} of {total} trials, because the rest of the {context.settings.budget_s:.0f} s "
+            "budget belongs to verification; a longer --budget searches further"
         )
     return candidates
 
@@ -234,7 +244,7 @@ def _repair(
         return None
     precisions, lift = repair
     what = f"{failed.kind}: {failed.message}" if isinstance(failed, Failure) else f"loss gap {found.yardstick.gap(failed):+.1%}"
-    context.progress.found(f"repair: {len(precisions)} layers lifted after {lift.evaluations} windows: {', '.join(precisions)}")
+    context.progress.found(f"repair: lifted {', '.join(precisions)} after {lift.evaluations} windows")
     reasons = {
         name: Reason(
             kind="divergence", text=f"in {plan.precisions[name]} the training window failed ({what}); lifted it tracks FP32"

@@ -10,14 +10,17 @@ from autoprec.records import Failure, Measurement, Outcome, Verdict, Window
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
 from autoprec.session.search import Found
-from autoprec.tune.choice import Arm, choose, median_s
+from autoprec.tune.choice import Arm, choose, faster_beyond_noise, median_s
 from autoprec.tune.divergence import loss_gap
 from autoprec.tune.front import finalists, kind_of, score
+from autoprec.tune.rows import role_words
 from autoprec.tune.verdict import judge
 
 NUM_FINALISTS = 3
 # Seeds are added while a verdict is inconclusive, up to this many. Own choice: the interval shrinks with the root of the number.
 MAX_SEEDS = 6
+# How often a close pair is timed again, three times as long each time, and from what ratio on that is worth it. Own choice.
+MAX_RETIMINGS, WORTH_SETTLING = 2, 1.01
 # Extra seeds run only while more than this share of the budget is left.
 EXTRA_SEEDS_SHARE = 0.25
 # Compiling starts only while this much wall time is left. Source: ResNet-50 took 43 s to compile on an H200 (torch 2.11).
@@ -46,7 +49,7 @@ def run_verification(context: Context, found: Found) -> Verified:
     contenders = _contenders(context, found)
     context.progress.stage("verification", (len(contenders) - 1) * context.plan.verify_seeds)
     checked = {name: _verified(context, name, policy, rank) for name, (policy, rank) in contenders.items()}
-    arms = _timed(context, checked)
+    arms = _settled(context, _timed(context, checked))
     if context.compiles:
         arms += _compiled_arms(context, arms)
     if context.settings.execution == "compile" and any(arm.eligible for arm in arms if arm.policy.execution != "eager"):
@@ -64,13 +67,16 @@ def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]
     ranks = {"fp32": RANK_FP32, "fp32_tf32": RANK_TF32, "amp_fp16": RANK_STOCK, "amp_bf16": RANK_STOCK}
     contenders = {BASELINE_NAMES[role]: (found.baselines[role], rank) for role, rank in ranks.items() if role in found.baselines}
     known = {policy.setup_hash() for policy, _ in contenders.values()}
-    for number, item in enumerate(finalists(score(found.candidates, found.yardstick), NUM_FINALISTS + len(contenders))):
+    for item in finalists(score(found.candidates, found.yardstick), NUM_FINALISTS + len(contenders)):
         policy = item.candidate.policy
         if policy.setup_hash() in known or sum(rank >= RANK_BASELINE for _, rank in contenders.values()) >= NUM_FINALISTS:
             continue
         known.add(policy.setup_hash())
         is_baseline = item.candidate.role in found.baselines
-        name = item.candidate.role.replace("_", " ") if is_baseline else f"finalist {number + 1} (trial {item.candidate.number})"
+        trial = f"trial {item.candidate.number}"
+        name = role_words(item.candidate.role) if is_baseline else trial
+        if item.candidate.role.startswith("repaired"):
+            name = f"{role_words(item.candidate.role)} ({trial})"
         contenders[name] = (policy, RANK_BASELINE if is_baseline else RANK_TUNED)
     return contenders
 
@@ -156,6 +162,37 @@ def _timed(context: Context, checked: Mapping[str, tuple[Arm, Outcome]]) -> list
     for arm in runnable:
         context.folder.record("timing", arm.policy, context.timing_window(), timed[arm.name])
     return [_retimed(arm, timed[arm.name]) if arm.name in timed else arm for arm in arms]
+
+
+def _settled(context: Context, arms: list[Arm]) -> list[Arm]:
+    """Times the two fastest arms again where their order is not clear and would matter for the choice."""
+    if context.target.timing == "predicted":
+        return arms
+    for _ in range(MAX_RETIMINGS):
+        pair = sorted((arm for arm in arms if arm.eligible), key=median_s)[:2]
+        if len(pair) < 2 or context.study_time_is_over(EXTRA_SEEDS_SHARE) or not _is_close(*pair):
+            return arms
+        window = context.timing_window(times=3)
+        outcomes = dict(
+            zip((arm.name for arm in pair), context.bench.interleave([arm.policy for arm in pair], window), strict=True)
+        )
+        context.progress.found(f"timing: {pair[0].name} against {pair[1].name} is too close to call, timed again")
+        for arm in pair:
+            context.folder.record("timing", arm.policy, window, outcomes[arm.name])
+        arms = [_with_more_samples(arm, outcomes[arm.name]) if arm.name in outcomes else arm for arm in arms]
+    return arms
+
+
+def _is_close(fast: Arm, slow: Arm) -> bool:
+    """Whether the faster arm is ahead by more than a trifle, is not the simpler one, and yet not ahead beyond noise."""
+    ahead = median_s(slow) / median_s(fast) > WORTH_SETTLING
+    return ahead and fast.rank >= slow.rank and not faster_beyond_noise(slow, fast)
+
+
+def _with_more_samples(arm: Arm, outcome: Outcome) -> Arm:
+    if isinstance(outcome, Failure):
+        return arm
+    return arm.model_copy(update={"step_times_s": arm.step_times_s + outcome.step_times_s})
 
 
 def _retimed(arm: Arm, outcome: Outcome) -> Arm:

@@ -64,7 +64,8 @@ class Axis:
 
     def __init__(self, low: float, high: float, start: float, end: float, *, log: bool = False) -> None:
         if not high > low:
-            low, high = (low / 2, low * 2) if log and low > 0 else (low - 0.5, low + 0.5)
+            span = max(abs(low) * 0.1, 0.5)  # half a unit is lost beside a very large value
+            low, high = (low / 2, low * 2) if log and low > 0 else (low - span, low + span)
         self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
 
     def __call__(self, value: float) -> float:
@@ -76,6 +77,9 @@ class Axis:
         """About ``count`` round values inside the range."""
         if self.log:
             powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
+            if len(powers) <= 2:
+                every = [10.0**power * factor for power in range(powers.start - 1, powers.stop) for factor in (1, 2, 5)]
+                return [tick for tick in every if self.low <= tick <= self.high]
             step = max(1, math.ceil(len(powers) / max(count, 1)))
             return [10.0**power for power in list(powers)[::step]]
         raw = (self.high - self.low) / max(count, 1)
@@ -147,7 +151,7 @@ def pareto(points: Sequence[Point], *, noise_floor: float, tolerance: float, wid
     left = 80
     x_axis = Axis(max(min(speeds) - margin, 0), max(speeds) + margin, left, width - 14)
     y_axis = Axis(floor, max(top, floor * 100), height - 46, 14, log=True)
-    notes = [("tolerance", y_axis(tolerance) - 5)]
+    notes = [("gap allowed", y_axis(tolerance) - 5)]
     if y_axis.start - y_axis(noise_floor) > 18:  # room for a line of text
         notes.append(("noise of FP32", y_axis.start - 7))
     parts = [
@@ -239,6 +243,8 @@ def loss_curves(curves: Sequence[Curve], *, width: int) -> Markup:
     twins = [curve for curve in curves if curve.style == "twin"]
     others = [curve for curve in curves if curve.style not in ("reference", "twin")]
     finite = [loss for curve in (reference, *others) for loss in curve.losses if math.isfinite(loss)]
+    if not finite:
+        return _svg(width, 60, "no curves", [_text(8, 34, "No loss is finite.", "note")])
     left, upper, lower = 72, 210, 130
     x_axis = Axis(1, len(reference.losses), left, width - 14)
     y_axis = Axis(min(0.0, *finite), _high(finite), upper, 14)
@@ -267,7 +273,8 @@ def loss_curves(curves: Sequence[Curve], *, width: int) -> Markup:
 def _high(values: Sequence[float]) -> float:
     # A diverging arm must not flatten the others: the top tenth of a percent may leave the picture.
     ordered = sorted(values)
-    return ordered[min(int(0.999 * len(ordered)), len(ordered) - 1)] * 1.05
+    high = ordered[min(int(0.999 * len(ordered)), len(ordered) - 1)]
+    return high + 0.05 * abs(high)
 
 
 def _reach(gaps: Sequence[float]) -> float:

@@ -58,7 +58,8 @@ def tiles(data: ReportData) -> list[Tile]:
     evidence = data.policy.evidence
     for label, over in (("against stock AMP", data.stock_arm), ("against FP32", data.fp32_arm)):
         gain = speedup(data, over)
-        if gain is None:
+        # Where the answer is FP32 itself, a ratio to a slower stock AMP would read like a gain.
+        if gain is None or data.not_worth_it:
             continue
         detail = role_words(over)
         measured = data.speed_origin == "measured"  # predicted step times are all equal: no interval over them
@@ -71,7 +72,7 @@ def tiles(data: ReportData) -> list[Tile]:
         memory = quantities.memory(tuned.peak_bytes)
         made.append(Tile(label="peak memory", value=memory, detail=less, origin=data.speed_origin))
     if data.verdict:
-        detail = f"allowed {quantities.gap(data.verdict.tolerance)}; FP32's own noise {quantities.gap(data.verdict.noise_floor)}"
+        detail = f"allowed {quantities.gap(data.limit)}; FP32's own noise {quantities.gap(data.verdict.noise_floor)}"
         made.append(Tile(label="loss gap to FP32", value=quantities.gap(data.verdict.loss_gap), detail=detail, origin="measured"))
     return made
 
@@ -128,7 +129,7 @@ def pareto_points(data: ReportData) -> list[Point]:
             continue
         if row.trial is None and not chosen:
             continue  # verification and repair run other windows, whose gaps are not comparable
-        within = row.loss_gap <= data.tolerance
+        within = row.loss_gap <= data.limit
         style = "chosen" if chosen else "baseline" if baseline else "feasible" if within else "rejected"
         name = ", ".join((*(("chosen",) if chosen else ()), *((role_words(row.role),) if baseline else ())))
         figures = f"{quantities.throughput(row.samples_per_s)} samples/s ({row.origin}), loss gap {quantities.gap(row.loss_gap)}"
@@ -219,9 +220,9 @@ def render_html(data: ReportData) -> str:
         reason_words=REASON_WORDS,
         precisions=list(dict.fromkeys(cell.precision for cell in cells)),
         rejections=rejections(data),
-        code=apply_code(data.policy, policy_path=f"{data.name}/policy.json", grad_clip=data.grad_clip),
+        code=apply_code(data.policy, grad_clip=data.grad_clip),
         bar_chart=_both("bars", arm_bars(data)),
-        pareto_chart=_both("pareto", pareto_points(data), noise_floor=data.noise_floor, tolerance=data.tolerance),
+        pareto_chart=_both("pareto", pareto_points(data), noise_floor=data.noise_floor, tolerance=data.limit),
         curve_chart=_both("loss_curves", shown_curves(data)),
         layer_chart=_both("layer_strip", cells),
     )

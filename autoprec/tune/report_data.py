@@ -84,6 +84,11 @@ class ReportData(Record):
     autoprec_version: str = ""
     notes: tuple[str, ...] = ()
 
+    @property
+    def limit(self) -> float:
+        """The relative gap that really was allowed: a tolerance below FP32's own noise cannot be held."""
+        return max(self.tolerance, self.noise_floor)
+
     def arm(self, name: str) -> Figures | None:
         """The arm of that name; None where it did not run."""
         return next((arm for arm in self.arms if arm.name == name), None)

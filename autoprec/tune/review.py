@@ -60,7 +60,7 @@ def study_attributes(data: ReportData) -> dict[str, str | float | int]:
     verdict = data.verdict
     known = {
         "headline": headline(data),
-        "verdict": verdict.status if verdict else "not verified",
+        "verdict": verdict.status if verdict else (data.policy.evidence.verdict if data.policy.evidence else "unverified"),
         "verdict_text": verdict.text if verdict else data.not_worth_it or None,
         "target": data.target,
         "speeds_are": data.speed_origin,
@@ -88,7 +88,7 @@ def study_note(data: ReportData) -> str:
     parts += [f"The policy is trial **{chosen}** of this study."] if chosen is not None else []
     parts += [comparison_table(data)] if data.arms else []
     parts += ["### What the policy does", _policy_list(data.policy)]
-    code = apply_code(data.policy, policy_path=f"{data.name}/policy.json", grad_clip=data.grad_clip)
+    code = apply_code(data.policy, grad_clip=data.grad_clip)
     parts += ["### How to apply it", f"```python\n{code}\n```"]
     parts += ["### What the constraints mean", _constraint_list(), *_reading(data)]
     return "\n\n".join(parts) + "\n"

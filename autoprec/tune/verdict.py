@@ -15,6 +15,8 @@ from autoprec.tune.divergence import NOISE_SIGMAS
 DEFAULT_TOLERANCE = 0.01
 CONFIDENCE = 0.95
 BOOTSTRAP_RESAMPLES = 2000
+# Smaller gaps would print as 0.00%.
+VISIBLE_GAP = 5e-5
 
 
 def judge(
@@ -74,9 +76,8 @@ def _verdict(
 
 def _text(status: str, mean: float, low: float, high: float, limit: float, num_seeds: int) -> str:
     side = "above" if mean >= 0 else "below"
-    figures = (
-        f"the loss ends {abs(mean):.2%} {side} FP32's (95% interval {low:+.2%} to {high:+.2%}, {num_seeds} {_seeds(num_seeds)})"
-    )
+    ends = f"{abs(mean):.2%} {side} FP32's" if abs(mean) >= VISIBLE_GAP else "as FP32's does"
+    figures = f"the loss ends {ends} (95% interval {low:+.2%} to {high:+.2%}, {num_seeds} {_seeds(num_seeds)})"
     return {
         "passed": f"Passed: {figures}, within the limit of {limit:.2%}.",
         "rejected": f"Rejected: {figures}, over the limit of {limit:.2%}.",

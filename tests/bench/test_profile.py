@@ -209,6 +209,71 @@ def test_recurrent_and_checkpointed_layers_are_profiled_like_others():
         assert 0 <= layers[name].sensitivity["fp16"] < 1e-4, name
 
 
+def test_an_error_in_the_backward_pass_rules_the_precision_out_for_every_layer():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if grad.dtype != torch.float32:
+                raise RuntimeError("no gradient in half")
+            return grad
+
+    class Picky(nn.Module):
+        def forward(self, x):
+            return Half.apply(x)
+
+    layers = profile_of(Picky, ("fp16", "bf16_pure"))
+    assert hard(layers, "fp16") == hard(layers, "bf16_pure") == set(layers)
+    assert "no gradient in half" in layers["stem"].risks[0].text
+
+
+def test_gradients_taken_inside_the_forward_pass_do_not_confuse_the_scores():
+    class Energy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def forward(self, x):
+            x = x.requires_grad_()
+            energy = self.net(x)
+            (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+            return energy + force.square().sum(1, keepdim=True)
+
+    workload, target = workload_of(Energy), stands_for_4090d()
+    look, trace = trace_workload(workload, target)
+    for layer in profile(workload, target, look, PRECISIONS, trace=trace).layers:
+        assert max(layer.sensitivity.values()) < HARMLESS and not any(risk.hard for risk in layer.risks)
+
+
+def test_sparse_gradients_are_profiled():
+    class Bag(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.head = nn.Embedding(8, WIDTH, sparse=True), nn.Linear(WIDTH, 1)
+
+        def forward(self, x):
+            return self.head(self.table((x > 0).sum(1) % 8))
+
+    workload = workload_of(Bag, build_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    target = stands_for_4090d()
+    look, trace = trace_workload(workload, target)
+    layers = {layer.layer: layer for layer in profile(workload, target, look, ("fp16",), trace=trace).layers}
+    assert hard(layers, "fp16") == set()
+    assert 0 < layers["head"].sensitivity["fp16"] < 1e-5
+
+
+def test_a_pooling_that_now_and_then_picks_the_other_of_two_near_maxima_is_not_blamed():
+    class Pool(nn.Module):
+        def forward(self, x):
+            return F.max_pool1d(x.repeat_interleave(8, 1) + torch.arange(8 * WIDTH) % 8 / 400, 8)
+
+    layers = profile_of(Pool, ("bf16",))
+    assert layers["middle"].sensitivity["bf16"] < HARMLESS
+
+
 def test_ranges_are_those_of_float32():
     layers = profile_of(HiddenSquare)
     assert layers["middle"].max_output > 65504

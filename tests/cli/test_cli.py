@@ -108,5 +108,5 @@ def test_show_refuses_a_corrupt_and_a_newer_policy(tmp_path):
 def test_gpus_prints_the_table_with_the_4090_d_beside_the_4090():
     result = run_cli("gpus")
     assert result.returncode == 0
-    assert "rtx-4090-d" in result.stdout
-    assert "rtx-4090 " in result.stdout
+    assert " 4090d " in result.stdout
+    assert " 4090 " in result.stdout
