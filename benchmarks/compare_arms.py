@@ -8,7 +8,8 @@ warmed up, and timed in blocks of steps whose order is drawn anew each round. Th
 cold after a change of arm. Steps are timed with device events on CUDA and the wall clock on a CPU, on batches that are on the
 device already. The loss of every step is kept, so that one can see the arms train.
 
-Printed: median step time, samples/s, ratios to stock AMP fp16 and to FP32 with 95% bootstrap intervals, peak memory, loss.
+Printed: median step time, samples/s, ratios to stock AMP fp16 and to FP32, each with a 95% bootstrap interval over whole rounds
+(see ``round_bootstrap``), peak memory, loss.
 ``--out DIR`` also writes ``compare.json``: raw samples, losses, environment, command and commit.
 
 Run: ``python benchmarks/compare_arms.py examples/resnet50.py --policy reports/resnet50-h200/policy.json --out reports/compare``
@@ -82,6 +83,7 @@ def run_block(arm: Arm, steps: int, uuid: str) -> None:
         arm.step()
     for _ in range(steps):
         arm.clock.time(arm.step)
+    arm.block_steps.append(steps)
     if uuid:
         torch.cuda.synchronize()
         arm.throttled_blocks += is_throttled(uuid)

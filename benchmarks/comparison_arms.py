@@ -188,6 +188,7 @@ class Arm:
     losses: list[float] = dataclasses.field(default_factory=list)
     scales: list[float] = dataclasses.field(default_factory=list)
     step_times_s: tuple[float, ...] = ()
+    block_steps: list[int] = dataclasses.field(default_factory=list)
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     throttled_blocks: int = 0

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from comparison_arms import DEVICE_BATCHES, Arm
-
-from autoprec.tune.verdict import speed_ratio
+from round_bootstrap import ratio_interval, step_interval
 
 STOCK_AMP, FP32 = "amp_fp16", "fp32"
 
@@ -25,14 +24,16 @@ def summary(arm: Arm, base: Mapping[str, Arm], size: int, warmup: int) -> dict[s
     row |= {"peak_bytes": arm.peak_bytes, "reserved_bytes": arm.reserved_bytes}
     if arm.failure:
         return row
-    median_s = statistics.median(arm.step_times_s)
+    median_s, low_s, high_s = step_interval(arm.step_times_s, arm.block_steps)
     ends = min(DEVICE_BATCHES, len(arm.losses) // 2)
-    row |= {"median_step_s": median_s, "samples_per_s": size / median_s}
+    row |= {"median_step_s": median_s, "step_s_95": [low_s, high_s]}
+    row |= {"samples_per_s": size / median_s, "samples_per_s_95": [size / high_s, size / low_s]}
     row |= {f"ratio_to_{key}": ratio(base[key], arm) for key in (STOCK_AMP, FP32)}
     row |= {"first_loss": statistics.fmean(arm.losses[:ends]), "last_loss": statistics.fmean(arm.losses[-ends:])}
     row |= {"host_bound": arm.clock is not None and arm.clock.host_bound, "throttled_blocks": arm.throttled_blocks}
     row |= {"loss_scales": arm.scales, "blocks_with_skipped_steps": blocks_with_skips(arm.scales[1:])}
-    return row | {"warmup_steps": warmup, "step_times_s": list(arm.step_times_s), "losses": arm.losses}
+    row |= {"warmup_steps": warmup, "block_steps": arm.block_steps}
+    return row | {"step_times_s": list(arm.step_times_s), "losses": arm.losses}
 
 
 def ratio(base: Arm, arm: Arm) -> dict[str, float] | None:
@@ -41,7 +42,7 @@ def ratio(base: Arm, arm: Arm) -> dict[str, float] | None:
         return None
     if base is arm:
         return {"ratio": 1.0, "low": 1.0, "high": 1.0}
-    return dict(zip(("ratio", "low", "high"), speed_ratio(base.step_times_s, arm.step_times_s), strict=True))
+    return dict(zip(("ratio", "low", "high"), ratio_interval(base.step_times_s, arm.step_times_s, arm.block_steps), strict=True))
 
 
 def blocks_with_skips(scales: Sequence[float]) -> int:
@@ -51,7 +52,15 @@ def blocks_with_skips(scales: Sequence[float]) -> int:
 
 def print_table(rows: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints the comparison, failures and what is to be known about the samples."""
-    heads = ("arm", "step ms", "samples/s", "x stock AMP fp16 (95%)", "x FP32 (95%)", "peak MiB", "loss first -> last")
+    heads = (
+        "arm",
+        "step ms (95%)",
+        "samples/s (95%)",
+        "x stock AMP fp16 (95%)",
+        "x FP32 (95%)",
+        "peak MiB",
+        "loss first -> last",
+    )
     lines = [heads, *(cells(row) for row in rows.values())]
     widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
     for line in lines:
@@ -77,7 +86,10 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         return (row["label"], "failed", "-", "-", "-", memory, "-")
     ratios = [interval(row[f"ratio_to_{key}"]) for key in (STOCK_AMP, FP32)]
     loss = f"{row['first_loss']:.4g} -> {row['last_loss']:.4g}"
-    return (row["label"], f"{row['median_step_s'] * 1e3:.3f}", f"{row['samples_per_s']:,.0f}", *ratios, memory, loss)
+    low_ms, high_ms = (seconds * 1e3 for seconds in row["step_s_95"])
+    step = f"{row['median_step_s'] * 1e3:.3f} ({low_ms:.3f} to {high_ms:.3f})"
+    slow, fast = row["samples_per_s_95"]
+    return (row["label"], step, f"{row['samples_per_s']:,.0f} ({slow:,.0f} to {fast:,.0f})", *ratios, memory, loss)
 
 
 def interval(value: Mapping[str, float] | None) -> str:

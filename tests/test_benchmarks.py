@@ -87,7 +87,12 @@ def test_every_arm_leaves_its_samples_and_finite_losses(compare, write_policy, t
         assert (len(arm["step_times_s"]), len(arm["losses"])) == (TIMED, RUN)
         assert all(seconds > 0 for seconds in arm["step_times_s"])
         assert all(math.isfinite(loss) for loss in arm["losses"])
-        assert arm["samples_per_s"] == pytest.approx(16 / statistics.median(arm["step_times_s"]))
+        median_s = statistics.median(arm["step_times_s"])
+        low_s, high_s = arm["step_s_95"]
+        assert (arm["median_step_s"], arm["samples_per_s"]) == pytest.approx((median_s, 16 / median_s))
+        assert low_s <= median_s <= high_s
+        assert arm["samples_per_s_95"] == pytest.approx([16 / high_s, 16 / low_s])
+        assert arm["block_steps"] == [3, 3]
     assert [sorted(block) for block in data["block_order"]] == [sorted(data["arms"])] * 2
 
 
@@ -257,3 +262,38 @@ def test_skipped_steps_are_seen_in_the_block_they_happen_in(compare, write_polic
 
 def test_losses_that_are_not_finite_are_written_as_words(compare):
     assert compare.finite({"a": [1.0, math.nan, -math.inf]}) == {"a": [1.0, "nan", "-inf"]}
+
+
+@pytest.fixture
+def bootstrap(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("round_bootstrap")
+
+
+def test_what_a_round_does_to_both_arms_cancels_in_their_ratio(bootstrap):
+    # Round by round the machine gets slower, by far more than the arms differ.
+    drift = [scale for scale in (1.0, 1.5, 2.0, 2.5) for _ in range(5)]
+    ratio, low, high = bootstrap.ratio_interval([0.2 * scale for scale in drift], [0.1 * scale for scale in drift], [5] * 4)
+    assert (ratio, low, high) == pytest.approx((2.0, 2.0, 2.0))
+    median, low, high = bootstrap.step_interval([0.1 * scale for scale in drift], [5] * 4)
+    assert median == pytest.approx(0.175)
+    assert (low, high) == pytest.approx((0.1, 0.25), abs=0.03)
+
+
+def test_many_steps_of_few_rounds_are_no_proof_where_the_rounds_differ(bootstrap):
+    levels, jitter = [0.10, 0.11, 0.12, 0.13], [0.000, 0.001, 0.002, 0.003]
+    by_round = [level + extra for level in levels for extra in jitter * 5]
+    mixed = [level + extra for extra in jitter for level in levels * 5]
+    assert sorted(by_round) == sorted(mixed)
+    (_, low, high), (_, mixed_low, mixed_high) = (bootstrap.step_interval(times, [20] * 4) for times in (by_round, mixed))
+    assert high - low > 1.5 * (mixed_high - mixed_low)
+
+
+def test_equal_steps_give_an_interval_without_width_and_one_round_suffices(bootstrap):
+    assert bootstrap.ratio_interval([0.3] * 4, [0.1] * 4, [4]) == pytest.approx((3.0, 3.0, 3.0))
+
+
+@pytest.mark.parametrize("blocks", [[], [2, 1], [4, 0], [5]])
+def test_blocks_that_do_not_make_up_the_steps_are_refused(bootstrap, blocks):
+    with pytest.raises(ValueError, match="do not make up 4 steps"):
+        bootstrap.step_interval([0.1] * 4, blocks)
