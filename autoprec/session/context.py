@@ -9,10 +9,11 @@ from typing import Protocol
 
 from autoprec.bench.target import Target
 from autoprec.policy import Batch, Fingerprint, Policy, Precision
-from autoprec.records import Look, Measurement, Outcome, Profile, Window
+from autoprec.records import Look, Outcome, Profile, Window
 from autoprec.session.progress import Progress
 from autoprec.session.settings import Plan, Settings
 from autoprec.tune.run_folder import RunFolder
+from autoprec.tune.study_space import fingerprint_of
 
 
 class Measuring(Protocol):
@@ -112,20 +113,3 @@ class Context:
         outcome = self.bench.window(policy, window)
         self.folder.record(role, policy, window, outcome)
         return outcome
-
-
-def fingerprint_of(look: Look) -> Fingerprint:
-    """The fingerprint of the model, device and torch version that were looked at."""
-    return Fingerprint.of(
-        {layer.name: layer.signature for layer in look.layers},
-        idle=look.idle,
-        device=look.device_name,
-        capability=look.capability,
-        torch_version=look.torch_version,
-        workload_sha256=look.workload_sha256,
-    )
-
-
-def measured(outcome: Outcome) -> Measurement | None:
-    """The samples, or None for a failure."""
-    return outcome if isinstance(outcome, Measurement) else None

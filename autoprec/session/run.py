@@ -19,7 +19,7 @@ from autoprec.bench.target import Target, resolve_target
 from autoprec.errors import AutoprecError
 from autoprec.policy import Batch, Policy
 from autoprec.records import Failure, Look, Window
-from autoprec.session.context import Context, Measuring, fingerprint_of
+from autoprec.session.context import Context, Measuring
 from autoprec.session.export import TuneResult, export
 from autoprec.session.logbook import Logbook
 from autoprec.session.progress import Progress, Silent
@@ -38,6 +38,7 @@ from autoprec.session.verification import run_verification
 from autoprec.tune.identity import Identity, default_path
 from autoprec.tune.run_folder import RunFolder, make_folder
 from autoprec.tune.space import SearchSpace, load_search_space, search_space_for
+from autoprec.tune.study_space import fingerprint_of
 
 PROBES = (Window(steps=3, warmup_steps=1, purpose="probe"), Window(steps=11, warmup_steps=1, purpose="probe"))
 MOST_BASELINES = 8
