@@ -84,7 +84,7 @@ def figures_table(arms: tuple[Figures, ...], chosen: str) -> Table:
     stock = max((speeds[name] or 0.0 for name in ("stock AMP fp16", "stock AMP bf16") if name in speeds), default=None)
     for arm in arms:
         table.add_row(
-            arm.name,
+            arm.name if arm.name != chosen or chosen == "tuned" else f"{arm.name} = the policy",
             f"{arm.samples_per_s:,.0f}" if arm.samples_per_s else "failed",
             _ratio(arm.samples_per_s, speeds.get("FP32")),
             _ratio(arm.samples_per_s, stock),
