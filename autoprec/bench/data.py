@@ -13,48 +13,43 @@ from autoprec.bench.seeding import seed_everything
 from autoprec.bench.workload import Workload
 from autoprec.errors import WorkloadError
 
-# Batches kept on the host per seed; further ones are made again. Own choice: a small part of a workstation's memory.
+# Batches kept on the host per seed. Own choice: a small part of a workstation's memory.
 KEPT_BYTES = 4 * 2**30
 
 
 class Batches:
-    """Batch ``i`` of one seed, always the same, on the host."""
+    """Batch ``i`` of one seed, always the same, on the host.
 
-    def __init__(self, workload: Workload, seed: int, *, pinned: bool) -> None:
-        self._workload, self._seed, self._pinned = workload, seed, pinned
+    Batches that do not fit into the limit are not made: the stream starts over from the first one. A batch made anew in every window,
+    or copied from ordinary memory, would make the host the limit of a fast step; and all set-ups still see the same data.
+    """
+
+    def __init__(self, workload: Workload, seed: int, *, pinned: bool, limit_bytes: int = KEPT_BYTES) -> None:
+        self._workload, self._seed, self._pinned, self._limit_bytes = workload, seed, pinned, limit_bytes
         self._kept: list[Any] = []
         self._bytes = 0
-        self._rest: Iterator[Any] = iter(workload.batches(workload.batch_size, seed))
-        self._next = 0
+        self._full = False
+        self._stream: Iterator[Any] = iter(workload.batches(workload.batch_size, seed))
 
     def __getitem__(self, index: int) -> Any:
-        if index < len(self._kept):
-            return self._kept[index]
-        if index < self._next:
-            self._rest, self._next = iter(self._workload.batches(self._workload.batch_size, self._seed)), 0
-        batch = None
-        while self._next <= index:
+        while len(self._kept) <= index and not self._full:
             batch = self._draw()
-            self._keep(batch)
-            self._next += 1
-        return batch
+            size = batch_bytes(batch)
+            self._full = bool(self._kept) and self._bytes + size > self._limit_bytes
+            if not self._full:
+                self._kept.append(pin(batch) if self._pinned else batch)
+                self._bytes += size
+        return self._kept[index % len(self._kept)]
 
     def _draw(self) -> Any:
         try:
-            return next(self._rest)
+            return next(self._stream)
         except StopIteration:
             raise WorkloadError(
-                f"batches(batch_size={self._workload.batch_size}, seed={self._seed}) ended after {self._next} batches; a window "
+                f"batches(batch_size={self._workload.batch_size}, seed={self._seed}) ended after {len(self._kept)} batches; a window "
                 "needs more.",
                 hint="Make batches() endless: start over when the data is used up.",
             ) from None
-
-    def _keep(self, batch: Any) -> None:
-        # Only an unbroken stretch from the start can be kept.
-        size = batch_bytes(batch)
-        if self._next == len(self._kept) and self._bytes + size <= KEPT_BYTES:
-            self._kept.append(pin(batch) if self._pinned else batch)
-            self._bytes += size
 
 
 class Start:
