@@ -4,6 +4,7 @@ A policy is a plain frozen value without ranges or patterns. ``load_policy`` rea
 nor optuna. Version history of the file:
 
 * 1: first version.
+* 2: ``outputs`` and ``weights``; a file of version 1 has both at ``fp32``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from autoprec.errors import PolicyError, suggest
 
-FORMAT_VERSION: Literal[1] = 1
+FORMAT_VERSION: Literal[2] = 2
 
 Precision = Literal["fp32", "fp16", "bf16", "fp16_pure", "bf16_pure"]
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "fp16_pure", "bf16_pure")
@@ -30,12 +31,20 @@ EXECUTIONS: tuple[Execution, ...] = ("eager", "compile", "compile_cudagraphs")
 ReasonKind = Literal["range", "unsupported", "sensitivity", "divergence", "speed", "cast_cost", "pinned"]
 Origin = Literal["measured", "predicted"]
 
+Outputs = Literal["fp32", "computed"]
+Weights = Literal["fp32", "half_with_masters"]
+
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _of_this_version(version: object) -> object:
+    # What version 2 added has the older meaning as its default.
+    return FORMAT_VERSION if type(version) is int and version == 1 else version
 
 
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite_or_none)]
@@ -208,14 +217,20 @@ class Policy(Part):
     """A precision for every layer and the settings of the training around it.
 
     A layer takes the setting of its nearest named ancestor in ``layers``; the root has ``default``.
+
+    ``outputs`` says in which dtype the model's floating outputs come back: float32, or as computed (as under stock autocast), which
+    saves a cast where the loss makes it itself. ``weights`` says who makes the half copies of the float32 parameters: each layer its
+    own, or one pass for all when the model's forward begins (the parameters are float32 masters either way).
     """
 
-    version: Literal[1] = FORMAT_VERSION
+    version: Annotated[Literal[2], BeforeValidator(_of_this_version)] = FORMAT_VERSION
     default: Precision
     layers: dict[str, LayerSetting] = {}
     loss_scale: LossScale = LossScale()
     batch: Batch
     padding: Padding = Padding()
+    outputs: Outputs = "fp32"
+    weights: Weights = "fp32"
     backend: Backend = Backend()
     execution: Execution = "eager"
     loader: Loader = Loader()

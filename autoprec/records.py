@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from autoprec.policy import Origin, Policy, Precision, ReasonKind
+from autoprec.policy import Origin, Outputs, Policy, Precision, ReasonKind
 
 FailureKind = Literal["out_of_memory", "diverged", "scale_collapsed", "unsupported", "timeout", "crashed"]
 VerdictStatus = Literal["passed", "rejected", "inconclusive"]
@@ -77,6 +77,7 @@ class Look(Record):
         unsplittable: why the batch cannot be split, or an empty string.
         odd_layers: layers with a feature or channel count that is not a multiple of 8.
         has_conv: whether any layer runs a convolution over images (channels_last has a meaning).
+        outputs: whether the loss needs the model's outputs in float32, or casts what it must itself (``computed``).
         loss: the FP32 loss of the first batch.
         grad_clip: the workload's gradient clipping; None where it does not clip.
         forbids_fp16: why no layer may be fp16 (complex parameters, an optimizer that needs a closure), or an empty string.
@@ -96,6 +97,7 @@ class Look(Record):
     unsplittable: str = ""
     odd_layers: tuple[str, ...] = ()
     has_conv: bool = False
+    outputs: Outputs = "fp32"
     loss: float
     grad_clip: float | None = None
     forbids_fp16: str = ""

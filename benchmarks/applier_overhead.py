@@ -143,6 +143,7 @@ def stock_policy(model: nn.Module, dtype: str) -> Policy:
         default=dtype,  # type: ignore[arg-type]
         loss_scale=LossScale(init=SCALE),
         batch=Batch(effective=1, micro=1),
+        outputs="computed",
         fingerprint=made_for,
     )
 

@@ -1,9 +1,8 @@
-"""Are half weights with float32 masters worth an option of their own beside the pure modes? ViT-B/16, every arm in one process.
+"""What half copies of all weights made in one pass are worth: ViT-B/16, every arm in one process.
 
-In a pure mode the parameters are float32 and cast in forward; with half weights and masters the model's own parameters are half and
-the optimizer updates float32 copies. The difference is one cast of the weights a step, against checkpoints that are half. Arms:
-stock AMP, a policy whose default is pure, and half weights with masters written by hand; in fp16 and in bf16, interleaved in blocks
-whose order alternates. Printed: ratio to half weights with masters, median and 95% bootstrap interval.
+Arms, in fp16 and in bf16: stock AMP; policies under autocast and in pure half, each with ``weights`` "fp32" (every layer casts its
+own) and "half_with_masters" (one pass); and half parameters with float32 masters in the optimizer, written by hand, whose checkpoints
+would be half. Interleaved in blocks whose order alternates. Printed: ratio to the arm by hand, median and 95% bootstrap interval.
 
     python benchmarks/half_weights.py --out reports/half-weights-h200
 """
@@ -42,11 +41,12 @@ def build_model(device: torch.device, *, quick: bool) -> nn.Module:
 
 
 class Cast:
-    """Float32 parameters: stock AMP, or a policy where one is given."""
+    """Float32 parameters: stock AMP, or a policy of a default precision and weights."""
 
-    def __init__(self, model: nn.Module, dtype: str, device: torch.device, *, policy: bool) -> None:
+    def __init__(self, model: nn.Module, dtype: str, device: torch.device, default: str = "", weights: str = "") -> None:
         self.model, self.half, self.device = model, HALF[dtype], device
-        self.handle = apply_policy(model, stock_policy(model, f"{dtype}_pure")) if policy else None
+        if default:
+            apply_policy(model, stock_policy(model, default).model_copy(update={"weights": weights}))
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.scaler = torch.amp.GradScaler(device.type, init_scale=SCALE, enabled=dtype == "fp16")
 
@@ -89,9 +89,11 @@ def build_arms(device: torch.device, *, quick: bool) -> dict[str, Arm]:
     """Every arm by name."""
     arms: dict[str, Arm] = {}
     for dtype in HALF:
-        arms[f"amp_{dtype}"] = Cast(build_model(device, quick=quick), dtype, device, policy=False)
-        arms[f"policy_{dtype}_pure"] = Cast(build_model(device, quick=quick), dtype, device, policy=True)
-        arms[f"masters_{dtype}"] = Masters(build_model(device, quick=quick), dtype, device)
+        arms[f"stock AMP {dtype}"] = Cast(build_model(device, quick=quick), dtype, device)
+        for default in (dtype, f"{dtype}_pure"):
+            for weights in ("fp32", "half_with_masters"):
+                arms[f"{default} {weights}"] = Cast(build_model(device, quick=quick), dtype, device, default, weights)
+        arms[f"by hand {dtype}"] = Masters(build_model(device, quick=quick), dtype, device)
     return arms
 
 
@@ -127,12 +129,12 @@ def main() -> None:
     results = measure(device, blocks=blocks, steps=steps, quick=options.quick)
     for name, result in results.items():
         per_block = [statistics.median(result["step_s"][at : at + steps]) for at in range(0, blocks * steps, steps)]
-        base = results[f"masters_{'fp16' if 'fp16' in name else 'bf16'}"]["step_s"]
+        base = results[f"by hand {'fp16' if 'fp16' in name else 'bf16'}"]["step_s"]
         of_base = [statistics.median(base[at : at + steps]) for at in range(0, blocks * steps, steps)]
         ratio, low, high = interval([own / other for own, other in zip(per_block, of_base, strict=True)])
         print(
-            f"{name:>17}: {statistics.median(per_block) * 1e3:7.2f} ms; {ratio:.3f} [{low:.3f}, {high:.3f}] x half weights with "
-            f"masters; loss {result['loss'][-1]:.4f}",
+            f"{name:>27}: {statistics.median(per_block) * 1e3:7.2f} ms; {ratio:.3f} [{low:.3f}, {high:.3f}] x by hand; "
+            f"loss {result['loss'][-1]:.4f}",
             flush=True,
         )
     options.out.mkdir(parents=True, exist_ok=True)

@@ -92,6 +92,8 @@ def policies(draw: st.DrawFn) -> Policy:
         loss_scale=draw(scales),
         batch=draw(batches),
         padding=Padding(layers={name: draw(counts) for name in draw(some)}, data_axis_multiple=draw(st.none() | counts)),
+        outputs=draw(st.sampled_from(["fp32", "computed"])),
+        weights=draw(st.sampled_from(["fp32", "half_with_masters"])),
         backend=draw(backends),
         execution=draw(st.sampled_from(EXECUTIONS)),
         loader=draw(loaders),

@@ -29,7 +29,8 @@ from autoprec.policy import (
     save_policy,
 )
 
-GOLDEN = Path(__file__).parent / "golden" / "policy_v1.json"
+GOLDEN = Path(__file__).parent / "golden" / "policy_v2.json"
+OLDER = {1: Path(__file__).parent / "golden" / "policy_v1.json"}
 SCHEMA = Path(autoprec.policy.__file__).parent / "policy.schema.json"
 
 
@@ -59,13 +60,20 @@ def test_any_policy_survives_its_own_file(policy):
     assert again.setup_hash() == policy.setup_hash()
 
 
-def test_the_golden_file_of_version_1_loads_and_is_written_back_to_the_byte():
+def test_the_golden_file_loads_and_is_written_back_to_the_byte():
     assert load_policy(GOLDEN).to_json() == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_a_file_of_version_1_loads_as_what_it_meant_then():
+    old, new = load_policy(OLDER[1]), load_policy(GOLDEN)
+    assert (old.outputs, old.weights) == ("fp32", "fp32")
+    assert old.model_copy(update={"outputs": "computed", "weights": "half_with_masters"}) == new
+    assert json.loads(old.to_json())["version"] == FORMAT_VERSION
 
 
 def test_the_golden_file_sets_every_field_to_something_else_than_its_default():
     left = _defaults(load_policy(GOLDEN), "")
-    assert left == ["version"]  # there is one version so far
+    assert left == ["version"]
 
 
 def _defaults(part: BaseModel, path: str) -> list[str]:
@@ -91,7 +99,7 @@ def test_the_golden_file_says_what_it_always_said():
         "stem": "bf16",
     }
     assert (policy.loss_scale.init, policy.loss_scale.growth_interval) == (16384.0, 500)
-    assert policy.setup_hash() == "f8882a9d944bf2f5ceed5d0ff38ba9d0d6e9a42ef1c08fa25cf4e73dd754cbb4"
+    assert policy.setup_hash() == "1dd80e03d68f38b87f361b81fd30ae5e89c304e02bd455ea5badc9f998b98b3d"
 
 
 def test_the_file_begins_with_the_version_and_lists_layers_in_order():

@@ -60,6 +60,26 @@ def plan_dtypes(trace: OpTrace, precision_of: Callable[[str], Precision]) -> lis
     return plan
 
 
+def loss_needs_float32(trace: OpTrace) -> bool:
+    """Whether the loss does arithmetic on the model's outputs that autocast leaves in half.
+
+    Where its first operation on them is one that autocast computes in float32 itself (cross-entropy, say), the model need not cast
+    them before: log_softmax reads half and answers in float32, and the model's own cast would cost memory traffic twice.
+    """
+    outputs: set[int] = set()
+    for op in trace.ops:
+        if op.phase == "backward":
+            continue
+        if op.layer != LOSS:
+            outputs |= {value.id for value in op.outputs if value.floating}
+        elif any(value.id in outputs for value in op.inputs):
+            if op.kind in ("view", "copy"):
+                outputs |= {value.id for value in op.outputs if value.floating}
+            elif cast_rule(op.name) == "widest" and any(value.floating for value in op.outputs):
+                return True
+    return False
+
+
 def _plan(op: Op, precision: Precision, state: _State, plan: list[PlannedOp]) -> PlannedOp:
     floats = [value for value in op.inputs if value.floating]
     if op.phase == "backward" and not op.recomputed:

@@ -46,13 +46,14 @@ class Tape:
     """A recorded float32 pass: calls by layer, gradients of the parameters, and the loss.
 
     ``inner_gradients`` says that the forward pass took gradients itself (a penalty, forces): gradients then reach layers by ways that
-    are not recorded, and gradient errors mean nothing.
+    are not recorded, and gradient errors mean nothing. ``in_forward`` is True until the backward pass begins.
     """
 
     calls: dict[str, list[Call]] = field(default_factory=dict)
     parameter_grads: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     loss: float = 0.0
     inner_gradients: bool = False
+    in_forward: bool = True
 
 
 @dataclass
@@ -118,6 +119,10 @@ class _Hooks:
         self._again: dict[str, int] = {}
         self._open: list[tuple[str, int]] = []
         self.in_forward = True  # gradients taken inside the forward pass (penalties, forces) are left alone
+
+    def begin_backward(self) -> None:
+        """Says that the forward pass is over: gradients from now on are those of the loss."""
+        self.in_forward = False
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -199,6 +204,12 @@ class Recorder(_Hooks):
             entry.outputs.append(self._keep(tensor))
         return self._tapped(tensor, entry.output_grads, place)
 
+    def begin_backward(self) -> None:
+        """Says that the forward pass is over, and lets go of what only it needed."""
+        super().begin_backward()
+        self.tape.in_forward = False
+        self._kept.clear()
+
     def _entry(self, name: str, call: int) -> Call:
         calls = self.tape.calls.setdefault(name, [])
         while len(calls) <= call:
@@ -218,9 +229,13 @@ class Recorder(_Hooks):
         if not (tensor.requires_grad and torch.is_grad_enabled()):
             return tensor
 
+        # Holds the tape and not the recorder: a way from the graph back to ``_kept``, which holds the graph, would be a cycle through
+        # autograd's own nodes, which Python's collector cannot see, and every recording would stay in memory for ever.
+        tape = self.tape
+
         def note(grad: Tensor) -> None:
-            if self.in_forward:
-                self.tape.inner_gradients = True
+            if tape.in_forward:
+                tape.inner_gradients = True
             else:
                 grads[place] = grad.detach()
 

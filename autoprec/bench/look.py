@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.bench.batch import split_batch, to_device, why_unsplittable
+from autoprec.bench.dtype_plan import loss_needs_float32
 from autoprec.bench.layer_times import measure_step
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.roofline import predict_matmul_share
@@ -58,6 +59,7 @@ def trace_workload(workload: Workload, target: Target, *, seed: int = 0) -> tupl
         unsplittable=reason,
         odd_layers=odd_layers(model, traced),
         has_conv=_has_image_conv(traced.op_trace),
+        outputs="fp32" if loss_needs_float32(trace) else "computed",
         loss=traced.loss,
         forbids_fp16=forbids,
         workload_sha256=workload.sha256,

@@ -114,7 +114,7 @@ def record(scene: Scene) -> Tape:
     recorder = Recorder(scene.modules(), copy=scene.in_place)
     with untouched(scene.model), float32_reference(), seeded(scene.seed), _draws(scene), recorder.active():
         value = scene.loss(scene.model, scene.batch)
-        recorder.in_forward = False
+        recorder.begin_backward()
         value.backward()  # type: ignore[no-untyped-call]
         recorder.tape.loss = float(value.detach())
         for parameter in scene.model.parameters():
@@ -201,7 +201,7 @@ def _forced_pass(
         contexts.enter_context(stack or nullcontext())
         with applied.autocast():
             value = scene.loss(scene.model, scene.batch)
-        forcer.in_forward = False
+        forcer.begin_backward()
         (value.float() * scale).backward()  # type: ignore[no-untyped-call]
         grads = {parameter: parameter.grad for parameter in scene.model.parameters() if parameter.grad is not None}
         return _read(forcer.errors, _parameter_errors(scene, tape, grads, scale))

@@ -14,7 +14,8 @@ from autoprec.errors import PolicyError
 from autoprec.policy import Policy, Precision
 from autoprec.runtime.backend import Undo, set_channels_last, set_flags
 from autoprec.runtime.compiled import compiled_model
-from autoprec.runtime.islands import HALF_DTYPES, Island, device_type_of, is_swapped, remove_islands, swap
+from autoprec.runtime.dtypes import HALF_DTYPES
+from autoprec.runtime.islands import Island, device_type_of, is_swapped, remove_islands, swap
 from autoprec.runtime.layers import aliases, compare_layers, mismatch_error, named_layers, own_shapes, unwrap
 from autoprec.runtime.padding import check_paddable
 from autoprec.runtime.scaler import PolicyScaler, check_scalable
@@ -194,11 +195,13 @@ def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[
         island = Island(
             precision=precision,
             outside=island.outside,
+            rises=policy.outputs == "fp32" if not name else island.outside == "fp32",
+            masters=not name and policy.weights == "half_with_masters",
             cached=precision is None or HALF_DTYPES.get(precision) in (None, main),
             multiple=multiples.get(name, 0),
             slow_path=name in slow,
         )
-        if island != Island(outside=island.outside):
+        if island != Island(outside=island.outside, rises=island.rises):
             plan.append((name, module, island))
     return plan
 

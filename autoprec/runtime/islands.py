@@ -20,16 +20,12 @@ import torch
 from torch import nn
 
 from autoprec.policy import Precision
+from autoprec.runtime.dtypes import HALF_DTYPES
+from autoprec.runtime.masters import copies_pay, put_copies, take_copies
 from autoprec.runtime.padding import padded_forward
 from autoprec.runtime.pure import LOWERED, lower, restore
 from autoprec.runtime.tree import iter_tensors, map_tensors
 
-HALF_DTYPES: dict[Precision, torch.dtype] = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp16_pure": torch.float16,
-    "bf16_pure": torch.bfloat16,
-}
 # Where an instance's own replaced forward (another tool's wrapper) waits while the class's forward is ours.
 HELD_FORWARD = "_autoprec_held_forward"
 
@@ -46,21 +42,25 @@ class Island:
 
     Attributes:
         precision: computes in this precision; None keeps the surroundings'.
-        outside: precision around it; None for the root. Where it is None or fp32, outputs come back in float32.
+        outside: precision around it; None for the root.
+        rises: floating outputs come back in float32.
         cached: may use autocast's weight-cast cache. Off where another half type in the model could have filled it: the cache
             is keyed by the weight alone.
         multiple: sizes are padded up to multiples of this; 0 for none.
         slow_path: keeps nn.TransformerEncoder and nn.MultiheadAttention off their fused inference path, which reads the
             children's weights past any precision.
         held: the instance had a forward of its own.
+        masters: half copies of all weights below are made in one pass.
     """
 
     precision: Precision | None = None
     outside: Precision | None = None
+    rises: bool = False
     cached: bool = True
     multiple: int = 0
     slow_path: bool = False
     held: bool = False
+    masters: bool = False
 
 
 class IslandModule:
@@ -146,6 +146,8 @@ def _lowered_property(computed: property) -> property:
 
 def _forward(kind: type[nn.Module], original: type[nn.Module], island: Island) -> Callable[..., Any]:
     run = _with_precision(_innermost(original, island), island)
+    if island.masters:
+        run = _with_copies(run)
     if island.slow_path:
         run = _off_the_fast_path(run)
 
@@ -189,7 +191,7 @@ def _with_precision(inner: Run, island: Island) -> Run:
         return _fp32(inner)
     dtype = HALF_DTYPES[precision]
     run = _pure(inner, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
-    return _rising(run) if island.outside in (None, "fp32") else run
+    return _rising(run) if island.rises else run
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,6 +204,19 @@ def _rising(run: Run) -> Run:
         return map_tensors(run(self, args, kwargs), to_float32)
 
     return rising
+
+
+def _with_copies(run: Run) -> Run:
+    def with_copies(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not copies_pay():
+            return run(self, args, kwargs)
+        replaced = put_copies(self)
+        try:
+            return run(self, args, kwargs)
+        finally:
+            take_copies(replaced)
+
+    return with_copies
 
 
 def _fp32(inner: Run) -> Run:

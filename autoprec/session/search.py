@@ -59,6 +59,7 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
         profile,
         precisions=precisions,
         cuda=target.stands_for_cuda,
+        measured=target.timing == "measured",
         capability=target.capability,
         device_name=target.device_name,
     )

@@ -41,6 +41,7 @@ def baseline_policies(
                 default=default,
                 loss_scale=STOCK_LOSS_SCALE if default == "fp16" else LossScale(),
                 batch=Batch(effective=look.effective_batch, micro=_largest_micro_batch(look), accumulation_steps=_steps(look)),
+                outputs="fp32" if default == "fp32" else "computed",  # stock autocast leaves them as they are
                 backend=Backend(tf32=tf32, channels_last=channels_last),
                 fingerprint=made,
             )

@@ -141,6 +141,10 @@ def differences_from_stock_amp(policy: Policy) -> list[str]:
         lines.append(f"{_count(len(padding.layers), 'layer')} padded on the fly to a multiple of {to} (parameters untouched)")
     if padding.data_axis_multiple:
         lines.append(f"the data's last axis padded to a multiple of {padding.data_axis_multiple}")
+    if policy.outputs == "fp32" and policy.default != "fp32":
+        lines.append("the model's outputs come back in float32: the loss computes with them outside autocast's float32 list")
+    if policy.weights == "half_with_masters":
+        lines.append("the half copies of all weights are made in one pass; the parameters are their float32 masters")
     flags = {
         "tf32": "TF32 for what stays float32",
         "cudnn_benchmark": "cudnn.benchmark on",

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from autoprec.errors import SearchSpaceError, suggest
-from autoprec.policy import PRECISIONS, Precision
+from autoprec.policy import PRECISIONS, Precision, Weights
 from autoprec.records import Layer, Look
 
 OverrideChoice = Literal["front", "fp32", "half", "pure"]
@@ -113,6 +113,13 @@ class FlagRange(_Section):
     source: str = ""
 
 
+class WeightsRange(_Section):
+    """Who makes the half copies of the weights; tried where speed is measured."""
+
+    values: Annotated[tuple[Weights, ...], Field(min_length=1)] = ("fp32", "half_with_masters")
+    source: str = ""
+
+
 class Ranges(_Section):
     """The outer knobs."""
 
@@ -120,6 +127,7 @@ class Ranges(_Section):
     growth_interval: IntervalRange = IntervalRange()
     micro_batch: MicroBatchRange = MicroBatchRange()
     padding: PaddingRange = PaddingRange()
+    weights: WeightsRange = WeightsRange()
     flags: FlagRange = FlagRange()
 
 

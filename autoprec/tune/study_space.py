@@ -94,6 +94,7 @@ class StudySpace:
         *,
         precisions: Sequence[Precision],
         cuda: bool,
+        measured: bool = True,
         capability: str | None = None,
         device_name: str | None = None,
         front_size: int = 14,
@@ -106,6 +107,7 @@ class StudySpace:
             profile: what its layers cost and risk.
             precisions: what the target runs.
             cuda: whether the target is a CUDA device (also where its speed is only predicted).
+            measured: whether its speed is measured: what the prediction does not know is no knob.
             capability: the target's compute capability; None on a CPU.
             device_name: the target's name for the policy; the look's device where it is None.
             front_size: most assignments a compute type, without the two that are always there (fp32 and stock AMP).
@@ -126,7 +128,7 @@ class StudySpace:
             fingerprint=fingerprint_of(look, device_name=device_name, capability=capability),
             plans={d: _stretched(points, longest) for d, points in plans.items()},
             overrides=_bound_overrides(space, look, profile, allowed, dtypes),
-            knobs=_knobs(space, look, dtypes, cuda, has_tf32(cuda, capability)),
+            knobs=_knobs(space, look, dtypes, cuda=cuda, measured=measured, tf32=has_tf32(cuda, capability)),
             pinned=pinned,
         )
 
@@ -150,7 +152,8 @@ class StudySpace:
         self._check(params)
         dtype: Precision = params["dtype"]
         plan = self._plan(dtype, params["front_index"], [params[override.name] for override in self.overrides])
-        scaled = bool({"fp16", "fp16_pure"} & {plan.default, *plan.precisions.values()})
+        used = {plan.default, *plan.precisions.values()}
+        scaled, low = bool({"fp16", "fp16_pure"} & used), used != {"fp32"}
         micro, effective = params["micro_batch"], self.look.effective_batch
         padding = params.get("padding", 0)
         flags = {name: params.get(name, False) for name in FLAGS}
@@ -160,6 +163,8 @@ class StudySpace:
             loss_scale=LossScale(init=params["init_scale"], growth_interval=params["growth_interval"]) if scaled else LossScale(),
             batch=Batch(effective=effective, micro=micro, accumulation_steps=effective // micro),
             padding=Padding(layers=dict.fromkeys(self.look.odd_layers, padding) if padding else {}),
+            outputs=self.look.outputs if low else "fp32",
+            weights=params.get("weights", "fp32") if low else "fp32",
             backend=Backend(**flags, fp16_accumulation=scaled and params.get("fp16_accumulation", False)),
             fingerprint=self.fingerprint,
         )
@@ -177,7 +182,7 @@ class StudySpace:
         if wrong := [name for name, value in params.items() if value not in self.params()[name]]:
             raise _outside(", ".join(f"{name} is {params[name]!r}" for name in wrong))
         if (made := self.to_policy(params)).setup_hash() != policy.setup_hash():
-            fields = ("loss_scale", "batch", "padding", "backend", "execution", "loader", "fingerprint")
+            fields = ("loss_scale", "batch", "padding", "outputs", "weights", "backend", "execution", "loader", "fingerprint")
             raise _outside(", ".join(f for f in fields if getattr(made, f) != getattr(policy, f)) or "layers")
         return params
 
@@ -206,7 +211,7 @@ class StudySpace:
         """Parameters one step from these, the most promising step first: flags, plan, overrides, batch, padding, scale."""
         choices = self.params()
         first = [name for name in FLAGS if name in choices]
-        order = [*first, "front_index", *(o.name for o in self.overrides), "micro_batch", "padding", *FP16_ONLY]
+        order = [*first, "front_index", *(o.name for o in self.overrides), "weights", "micro_batch", "padding", *FP16_ONLY]
         for name in order:
             if name not in params or name not in choices:
                 continue
@@ -232,6 +237,7 @@ class StudySpace:
                 params |= {"dtype": dtype, "front_index": choices["front_index"][-1]}
                 params |= {"channels_last": layout} if "channels_last" in params else {}
                 params |= {"padding": choices["padding"][1]} if "padding" in params else {}
+                params |= {"weights": choices["weights"][-1]} if "weights" in params else {}
                 points.append(params)
         return [params for params in points if not self.hopeless(params)][:most]
 
@@ -254,6 +260,8 @@ class StudySpace:
         backend = policy.backend.model_dump()
         values: Params = {**inner, "micro_batch": policy.batch.micro, **{name: backend[name] for name in FLAGS}}
         values["padding"] = next(iter(policy.padding.layers.values()), 0)
+        low = {policy.default, *policy.precisions().values()} != {"fp32"}
+        values["weights"] = policy.weights if low else self.knobs.get("weights", ("fp32",))[0]
         scaled = policy.needs_loss_scale
         values["init_scale"] = policy.loss_scale.init if scaled else self.knobs.get("init_scale", (None,))[0]
         values["growth_interval"] = policy.loss_scale.growth_interval if scaled else self.knobs.get("growth_interval", (None,))[0]
@@ -355,13 +363,17 @@ def _bound_overrides(
     return tuple(bound)
 
 
-def _knobs(space: SearchSpace, look: Look, dtypes: Sequence[Precision], cuda: bool, tf32: bool) -> dict[str, tuple[Any, ...]]:
+def _knobs(
+    space: SearchSpace, look: Look, dtypes: Sequence[Precision], *, cuda: bool, measured: bool, tf32: bool
+) -> dict[str, tuple[Any, ...]]:
     ranges = space.ranges
     most = ranges.micro_batch.max_accumulation_steps
     micro = [m for m in look.micro_batches if look.effective_batch // m <= most][: ranges.micro_batch.max_choices]
     knobs: dict[str, tuple[Any, ...]] = {"micro_batch": tuple(micro) or (look.effective_batch,)}
     if look.odd_layers and len(ranges.padding.values) > 1:
         knobs["padding"] = tuple(dict.fromkeys((0, *ranges.padding.values)))
+    if cuda and measured and dtypes != ("fp32",):
+        knobs["weights"] = _distinct(ranges.weights.values)
     flags = ranges.flags
     if tf32:
         knobs["tf32"] = _distinct(flags.tf32)

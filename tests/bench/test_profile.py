@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import profiled
 import pytest
 import torch
@@ -374,3 +376,17 @@ def test_lifting_a_container_leaves_its_children_low():
     policy = uniform_policy(look, "bf16", lifted=["middle"])
     assert policy.precision_of("middle") == "fp32"
     assert policy.precision_of("middle.fc") == policy.precision_of("stem") == "bf16"
+
+
+def test_a_profile_leaves_no_tensor_in_memory() -> None:
+    # A way from the autograd graph back to the recorder would be a cycle that Python's collector cannot see.
+    workload, target = workload_of(lambda: Net(nn.ReLU(inplace=True))), stands_for_4090d()
+    look, trace = trace_workload(workload, target)
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(thing) in (torch.Tensor, nn.Parameter) for thing in gc.get_objects())
+
+    before = alive()
+    profile(workload, target, look, PRECISIONS, trace=trace)
+    assert alive() == before

@@ -31,6 +31,7 @@ def stock(**changes: object) -> Policy:
         "loss_scale": STOCK_LOSS_SCALE,
         "batch": Batch(effective=128, micro=128),
         "padding": Padding(),
+        "outputs": "computed",
         "backend": Backend(),
     }
     return policy(**{**plain, **changes})
@@ -49,6 +50,7 @@ def test_everything_that_differs_is_a_line():
         "loss scale grows after 200 clean steps (stock 2000)",
         "batch of 128 samples in 2 micro-batches of 64",
         "1 layer padded on the fly to a multiple of 8 (parameters untouched)",
+        "the model's outputs come back in float32: the loss computes with them outside autocast's float32 list",
         "TF32 for what stays float32",
         "cudnn.benchmark on",
         "channels_last memory format",
@@ -59,6 +61,10 @@ def test_everything_that_differs_is_a_line():
     ("change", "line"),
     [
         ({"execution": "compile_cudagraphs"}, "runs under torch.compile with CUDA graphs"),
+        (
+            {"weights": "half_with_masters"},
+            "the half copies of all weights are made in one pass; the parameters are their float32 masters",
+        ),
         ({"padding": Padding(data_axis_multiple=64)}, "the data's last axis padded to a multiple of 64"),
         ({"backend": Backend(fp16_accumulation=True)}, "matmuls may add up in float16"),
         ({"loss_scale": LossScale(init=65536.0, backoff_factor=0.25)}, "loss scale backoff factor 0.25 (stock 0.5)"),

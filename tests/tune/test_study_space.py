@@ -21,6 +21,7 @@ FAST = {
     "norms": "front",
     "micro_batch": 64,
     "padding": 0,
+    "weights": "fp32",
     "tf32": False,
     "channels_last": False,
     "cudnn_benchmark": False,
@@ -43,6 +44,7 @@ def test_the_parameters_have_the_names_people_see_in_the_study() -> None:
     assert SPACE.params()["init_scale"] == (4096.0, 8192.0, 16384.0)
     assert SPACE.params()["micro_batch"] == (64, 32, 16)
     assert SPACE.params()["padding"] == (0, 8, 16, 64)
+    assert SPACE.params()["weights"] == ("fp32", "half_with_masters")
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
@@ -80,9 +82,11 @@ def test_every_policy_of_the_space_is_valid_and_survives_its_file(params: dict[s
 
 def test_a_policy_holds_what_the_parameters_say() -> None:
     params = FAST | {"micro_batch": 16, "padding": 64, "tf32": True, "channels_last": True, "init_scale": 16384.0}
+    params |= {"weights": "half_with_masters"}
     policy = SPACE.to_policy(params | {"fp16_accumulation": True, "growth_interval": 2000})
     assert (policy.batch.micro, policy.batch.accumulation_steps, policy.batch.effective) == (16, 4, 64)
     assert policy.padding == Padding(layers={"head": 64})
+    assert (policy.weights, policy.outputs) == ("half_with_masters", "fp32")
     assert policy.backend == Backend(tf32=True, channels_last=True, fp16_accumulation=True)
     assert policy.loss_scale == LossScale(init=16384.0, growth_interval=2000)
     assert policy.precision_of("head") == "bf16" and policy.layers["head"].reason.kind == "range"  # type: ignore[union-attr]
@@ -123,8 +127,16 @@ def test_every_baseline_has_readable_parameters() -> None:
 
 def test_the_fp32_baselines_lie_in_the_space_exactly() -> None:
     policies = baseline_policies(LOOK, ("fp32", "fp16", "bf16"), cuda=True, capability="8.9")
-    for role in ("fp32", "fp32_tf32", "amp_bf16", "amp_bf16_channels_last"):
+    for role in ("fp32", "fp32_tf32"):
         assert SPACE.to_policy(SPACE.to_params(policies[role])).setup_hash() == policies[role].setup_hash()
+
+
+def test_stock_amp_in_bf16_lies_in_the_space_where_the_loss_casts_the_outputs_itself() -> None:
+    look, profile = small_model(outputs="computed")
+    space = bound(look, profile)
+    policies = baseline_policies(look, ("fp32", "fp16", "bf16"), cuda=True, capability="8.9")
+    for role in ("amp_bf16", "amp_bf16_channels_last"):
+        assert space.to_policy(space.to_params(policies[role])).setup_hash() == policies[role].setup_hash()
 
 
 def test_an_override_moves_its_group_where_each_layer_may_go() -> None:
@@ -149,13 +161,14 @@ def test_a_pinned_norm_stays_where_it_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("options", "fields", "absent"),
     [
-        ({"cuda": False, "capability": None}, {}, {"tf32", "cudnn_benchmark", "fp16_accumulation"}),
+        ({"cuda": False, "capability": None}, {}, {"weights", "tf32", "cudnn_benchmark", "fp16_accumulation"}),
+        ({"measured": False}, {}, {"weights"}),
         ({"capability": "7.5"}, {}, {"tf32"}),
         ({}, {"has_conv": False}, {"channels_last", "cudnn_benchmark"}),
         ({}, {"odd_layers": ()}, {"padding"}),
         ({}, {"forbids_fp16": "complex parameters"}, set(FP16_ONLY)),
         ({"precisions": ("fp32", "bf16")}, {}, set(FP16_ONLY)),
-        ({"precisions": ("fp32",)}, {}, {*FP16_ONLY, "norms"}),
+        ({"precisions": ("fp32",)}, {}, {*FP16_ONLY, "norms", "weights"}),
     ],
 )
 def test_a_parameter_is_there_only_where_it_means_something(
