@@ -15,10 +15,9 @@ from autoprec.bench.optrace import OpTrace
 from autoprec.bench.roofline import predict_matmul_share
 from autoprec.bench.target import Target
 from autoprec.bench.trace import Traced, trace_model
-from autoprec.bench.workload import Workload
+from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.bench.workload_check import obstacle_of
 from autoprec.records import Look
-from autoprec.runtime.scaler import needs_closure
 
 # Sizes of tensor-core operands: 16-bit matmuls and convolutions run at full rate where they are multiples of 8.
 # Source: NVIDIA, Deep Learning Performance Guide, "Tensor Core Requirements".
@@ -108,8 +107,9 @@ def _try_optimizer(workload: Workload, model: nn.Module) -> tuple[int, str]:
     Takes the step on zero gradients, so no second forward pass is needed, and puts the parameters back.
     """
     optimizer = workload.build_optimizer(model)
-    forbids = obstacle_of(model, optimizer)
-    if needs_closure(optimizer):
+    closure = steps_with_closure(workload, optimizer)
+    forbids = obstacle_of(model, optimizer, closure=closure)
+    if closure:
         return 0, forbids
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
