@@ -67,7 +67,7 @@ class Bench:
     def _traced(self) -> tuple[Look, OpTrace]:
         if self._look is None or self._trace is None:
             seen, self._trace = trace_workload(self._checked(), self._target)
-            self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip})
+            self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip, "notes": self._workload.notes})
         return self._look, self._trace
 
     def _start_of(self, seed: int) -> Start:
