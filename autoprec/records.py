@@ -80,6 +80,7 @@ class Look(Record):
         outputs: whether the loss needs the model's outputs in float32, or casts what it must itself (``computed``).
         loss: the FP32 loss of the first batch.
         grad_clip: the workload's gradient clipping; None where it does not clip.
+        notes: what the user should know of the workload's check (a batch made smaller).
         forbids_fp16: why no layer may be fp16 (complex parameters, an optimizer that needs a closure), or an empty string.
         workload_sha256: hash of the user's source and batch settings.
         device_name: the name the driver gives, or the processor's.
@@ -100,6 +101,7 @@ class Look(Record):
     outputs: Outputs = "fp32"
     loss: float
     grad_clip: float | None = None
+    notes: tuple[str, ...] = ()
     forbids_fp16: str = ""
     workload_sha256: str
     device_name: str

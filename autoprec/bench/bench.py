@@ -34,6 +34,7 @@ class Bench:
         self._starts: dict[int, Start] = {}
         self._look: Look | None = None
         self._trace: OpTrace | None = None
+        self._is_checked = False
 
     def look(self) -> Look:
         """Checks the workload and traces one FP32 step; the second call returns the first one's answer.
@@ -45,22 +46,28 @@ class Bench:
 
     def window(self, policy: Policy, window: Window) -> Outcome:
         """Trains one window under a policy."""
-        return run_window(self._workload, self._target, policy, window, self._start_of(window.seed), self._speed())
+        return run_window(self._checked(), self._target, policy, window, self._start_of(window.seed), self._speed())
 
     def interleave(self, policies: Sequence[Policy], window: Window) -> list[Outcome]:
         """Times several policies against each other in this process, A B A B."""
-        return interleave(self._workload, self._target, policies, window, self._start_of(window.seed))
+        return interleave(self._checked(), self._target, policies, window, self._start_of(window.seed))
 
     def profile(self, precisions: Sequence[Precision]) -> Profile:
         """Costs and risks of every layer."""
         seen, trace = self._traced()
         return profile(self._workload, self._target, seen, precisions, trace=trace)
 
+    def _checked(self) -> Workload:
+        """The workload with what its check finds out (smaller batches, closures); a worker started anew checks again."""
+        if not self._is_checked:
+            self._workload = check_workload(self._workload, self._target.device)
+            self._is_checked = True
+        return self._workload
+
     def _traced(self) -> tuple[Look, OpTrace]:
         if self._look is None or self._trace is None:
-            self._workload = check_workload(self._workload, self._target.device)
-            seen, self._trace = trace_workload(self._workload, self._target)
-            self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip})
+            seen, self._trace = trace_workload(self._checked(), self._target)
+            self._look = seen.model_copy(update={"grad_clip": self._workload.grad_clip, "notes": self._workload.notes})
         return self._look, self._trace
 
     def _start_of(self, seed: int) -> Start:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.bench.memory import is_out_of_memory
+from autoprec.bench.source import raised_at
 from autoprec.errors import WorkloadError
 from autoprec.policy import Policy
 from autoprec.records import Failure, FailureKind
@@ -36,6 +37,7 @@ def failure_of(error: Exception, policy: Policy, model: nn.Module | None, step: 
         WorkloadError: plain FP32 raised it, so the workload itself is at fault.
     """
     message = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+    message += raised_at(error)
     layer = raising_layer(error.__traceback__, model) if model is not None else None
     kind: FailureKind = "unsupported"
     if is_out_of_memory(error):

@@ -12,14 +12,15 @@ from torch import Tensor, nn
 from autoprec.bench.batch import split_batch, to_device, why_unsplittable
 from autoprec.bench.dtype_plan import loss_needs_float32
 from autoprec.bench.layer_times import measure_step
+from autoprec.bench.memory import free_memory, is_out_of_memory
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.roofline import predict_matmul_share
 from autoprec.bench.target import Target
 from autoprec.bench.trace import Traced, trace_model
-from autoprec.bench.workload import Workload
+from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.bench.workload_check import obstacle_of
+from autoprec.errors import WorkloadError
 from autoprec.records import Look
-from autoprec.runtime.scaler import needs_closure
 
 # Sizes of tensor-core operands: 16-bit matmuls and convolutions run at full rate where they are multiples of 8.
 # Source: NVIDIA, Deep Learning Performance Guide, "Tensor Core Requirements".
@@ -91,17 +92,23 @@ def part_of(batch: Any, micro: int, effective: int) -> Any:
 
 
 def _trace_what_fits(workload: Workload, model: nn.Module, batch: Any, micro_batches: Sequence[int]) -> Traced:
-    """Traces the largest micro-batch whose FP32 step fits into memory; the last one's error is not caught."""
-    for micro in micro_batches[:-1]:
-        fits = True
+    """Traces the largest micro-batch whose FP32 step fits into memory.
+
+    Raises:
+        WorkloadError: none does.
+    """
+    for micro in micro_batches:
         try:
             return trace_model(model, part_of(batch, micro, workload.batch_size), workload.loss, samples=micro)
-        except torch.OutOfMemoryError:
-            fits = False
-        if not fits:
-            torch.cuda.empty_cache()
-    micro = micro_batches[-1]
-    return trace_model(model, part_of(batch, micro, workload.batch_size), workload.loss, samples=micro)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_memory()
+    raise WorkloadError(
+        f"An FP32 step runs out of memory with {micro_batches[-1]} samples, the least into which the batch of "
+        f"{workload.batch_size} is divided.",
+        hint="autoprec compares with FP32, so FP32 has to fit: lower BATCH_SIZE.",
+    )
 
 
 def _try_optimizer(workload: Workload, model: nn.Module) -> tuple[int, str]:
@@ -110,8 +117,9 @@ def _try_optimizer(workload: Workload, model: nn.Module) -> tuple[int, str]:
     Takes the step on zero gradients, so no second forward pass is needed, and puts the parameters back.
     """
     optimizer = workload.build_optimizer(model)
-    forbids = obstacle_of(model, optimizer)
-    if needs_closure(optimizer):
+    closure = steps_with_closure(workload, optimizer)
+    forbids = obstacle_of(model, optimizer, closure=closure)
+    if closure:
         return 0, forbids
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for parameter in model.parameters():

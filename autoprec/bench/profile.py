@@ -25,11 +25,10 @@ from autoprec.bench.roofline import predict_cast_s_per_byte, predict_layer_times
 from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.sensitivity import EVERYWHERE, Raised, Scene, Score, record, score, twin_errors
 from autoprec.bench.target import Target
-from autoprec.bench.workload import Workload
+from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
 from autoprec.records import LayerProfile, Look, Profile, Risk
 from autoprec.runtime import apply_policy
-from autoprec.runtime.scaler import needs_closure
 
 SCREEN_STEPS = 3
 """FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late
@@ -125,7 +124,7 @@ def _update(subject: _Subject) -> None:
     """The FP32 update: the weights move, so that later passes see other values than the first."""
     if subject.workload.grad_clip is not None:
         nn.utils.clip_grad_norm_(subject.model.parameters(), subject.workload.grad_clip)
-    if not needs_closure(subject.optimizer):
+    if not steps_with_closure(subject.workload, subject.optimizer):
         subject.optimizer.step()
     subject.optimizer.zero_grad(set_to_none=True)
 

@@ -32,7 +32,7 @@ from autoprec.bench.cuda_rules import cuda_autocast_rules
 from autoprec.bench.forcing import Forcer, LayerErrors, Recorder, SameDraws, Tape
 from autoprec.bench.memory import is_out_of_memory
 from autoprec.bench.seeding import seeded
-from autoprec.bench.source import describe
+from autoprec.bench.source import describe, raised_at
 from autoprec.bench.trace import untouched
 from autoprec.policy import Policy
 from autoprec.runtime import AppliedPolicy, apply_policy
@@ -170,7 +170,7 @@ def _try_pass(scene: Scene, tape: Tape, policy: Policy, scale: float) -> tuple[d
         if is_out_of_memory(error):
             raise
         layer = EVERYWHERE if stack.raised_in is None else _nearest_layer(stack.raised_in, scene.layers)
-        failure = Raised(layer if layer in scene.layers else EVERYWHERE, describe(error))
+        failure = Raised(layer if layer in scene.layers else EVERYWHERE, f"{describe(error)}{raised_at(error)}")
     return {}, failure
 
 

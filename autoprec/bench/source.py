@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from autoprec.errors import UserError, WorkloadError, suggest
 
 _FORMS = "Give path/model.py, path/model.py:object or package.module:object."
 _MODULE_PREFIX = "autoprec_workload_"
+_LONGEST_LINE = 80  # characters of a user's line shown in a message
 
 
 @dataclass(frozen=True)
@@ -258,13 +260,24 @@ def describe(error: BaseException) -> str:
 
 def user_line(error: BaseException) -> str:
     """The innermost line of the user's own code in an exception's traceback, as file, line, function and text."""
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).resolve().parents[1])
-    libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen")
-    own = [f for f in frames if not f.filename.startswith(ours) and not any(part in f.filename for part in libraries)]
-    for frame in reversed(own or frames):
+    for frame in reversed(_own_frames(error) or list(traceback.extract_tb(error.__traceback__))):
         return f"    {Path(frame.filename).name}, line {frame.lineno}, in {frame.name}: {frame.line or ''}".rstrip(": ")
     return ""
+
+
+def raised_at(error: BaseException) -> str:
+    """`` at 'scores.masked_fill(mask, -1e9)' (model.py, line 12)``: which of the user's operations raised; empty where none did."""
+    for frame in reversed(_own_frames(error)):
+        if frame.line:
+            return f" at '{textwrap.shorten(frame.line, _LONGEST_LINE)}' ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
+
+
+def _own_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    ours = str(Path(__file__).resolve().parents[1])
+    libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}lib{os.sep}python", "<frozen")
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f for f in frames if not f.filename.startswith(ours) and not any(part in f.filename for part in libraries)]
 
 
 def call_user(what: str, function: Callable[..., Any], *args: Any, hint: str) -> Any:

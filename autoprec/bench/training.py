@@ -17,11 +17,10 @@ from autoprec.bench.data import Start
 from autoprec.bench.failures import nonfinite_buffers
 from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.target import Target
-from autoprec.bench.workload import Workload
+from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.policy import Policy
 from autoprec.records import Window
 from autoprec.runtime import apply_policy
-from autoprec.runtime.scaler import needs_closure
 
 
 class Training:
@@ -50,7 +49,7 @@ class Training:
         except BaseException:
             self._applied.remove()
             raise
-        self._needs_closure = needs_closure(self._optimizer)
+        self._needs_closure = steps_with_closure(workload, self._optimizer)
         self.infinite_at_start = nonfinite_buffers(self.model)
         self.losses: list[Tensor] = []
         self.scales: list[Tensor] = []
@@ -65,13 +64,13 @@ class Training:
     def step(self, parts: list[Any]) -> None:
         """One optimizer step over prepared micro-batches; waits for nothing."""
         if self._needs_closure and not self._scaler.is_enabled():  # else the scaler says that it cannot
-            self._optimizer.step(lambda: self._backward(parts, clear=True))  # type: ignore[arg-type,return-value]
+            self._optimizer.step(lambda: self._clipped(parts))  # type: ignore[arg-type,return-value]
             self.losses.append(self._last_loss)
             return
         loss = self._backward(parts)
         if self._workload.grad_clip is not None:
             self._scaler.unscale_(self._optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._workload.grad_clip)
+            self._clip()
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -79,9 +78,18 @@ class Training:
         if self._scaler.is_enabled():
             self.scales.append(self._scaler.scale_on_device())
 
-    def _backward(self, parts: list[Any], *, clear: bool = False) -> Tensor:
-        if clear:
-            self._optimizer.zero_grad(set_to_none=True)
+    def _clipped(self, parts: list[Any]) -> Tensor:
+        """What a closure does: fresh gradients, clipped."""
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._backward(parts)
+        self._clip()
+        return loss
+
+    def _clip(self) -> None:
+        if self._workload.grad_clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._workload.grad_clip)
+
+    def _backward(self, parts: list[Any]) -> Tensor:
         total: Tensor | None = None
         for part in parts:
             with self._applied.autocast():

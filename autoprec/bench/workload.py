@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autoprec.bench.source import Found, find_source
 from autoprec.bench.stream import dataset_batches, num_samples, once, whole_batches
 from autoprec.errors import WorkloadError, suggest
+from autoprec.runtime.scaler import needs_closure
 
 DEFAULT_BATCH_SIZE = 128
 # Source: torch.optim.AdamW's own default learning rate, and what most recipes start from.
@@ -44,6 +45,7 @@ class Workload:
         sha256: hash of the user's sources and batch settings.
         batch_size_given: whether the user chose the batch size.
         num_samples: how many samples the dataset has, where there is one and it knows.
+        step_needs_closure: the optimizer's ``step`` was found to want a closure though its signature has a default (SAM).
         notes: what a person should know (a default that was taken, a batch that was made smaller).
     """
 
@@ -58,7 +60,13 @@ class Workload:
     sha256: str
     batch_size_given: bool = True
     num_samples: Callable[[], int | None] | None = None
+    step_needs_closure: bool = False
     notes: tuple[str, ...] = ()
+
+
+def steps_with_closure(workload: Workload, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer's ``step`` must be given a closure: its signature says so, or the workload's check found out."""
+    return workload.step_needs_closure or needs_closure(optimizer)
 
 
 def load_workload(reference: str | os.PathLike[str] | object) -> Workload:

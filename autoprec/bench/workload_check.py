@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +17,8 @@ from autoprec.bench.batch import batch_length, equal_batches, split_batch, to_de
 from autoprec.bench.memory import is_out_of_memory
 from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.source import call_user
-from autoprec.bench.workload import Workload
+from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.errors import WorkloadError
-from autoprec.runtime.scaler import needs_closure
 
 # The check's own step runs on at most so many samples of a batch on a CPU, where a whole batch may take minutes.
 _CHECK_SAMPLES_ON_CPU = 32
@@ -28,7 +29,8 @@ def check_workload(workload: Workload, device: str) -> Workload:
     """Proves that the workload can be searched, or says what to change. Random states are left as they were.
 
     Returns:
-        The workload; with a smaller batch and a note where the batches turn out smaller than asked.
+        The workload; with a smaller batch and a note where the batches turn out smaller than asked, and knowing whether the
+        optimizer wants a closure.
 
     Raises:
         WorkloadError: build_model gives no module, the batches are not reproducible or end early, the loss is no finite scalar
@@ -38,8 +40,8 @@ def check_workload(workload: Workload, device: str) -> Workload:
         workload, batch = _check_batches(workload)
         seed_everything(0)
         model = build_checked(workload).to(device).train()
-        _check_step(workload, model, batch, device)
-    return workload
+        closure = _check_step(workload, model, batch, device)
+    return dataclasses.replace(workload, step_needs_closure=True) if closure and not workload.step_needs_closure else workload
 
 
 def build_checked(workload: Workload) -> nn.Module:
@@ -103,7 +105,8 @@ def _fit_dataset(workload: Workload) -> Workload:
     return dataclasses.replace(workload, batch_size=size, notes=(*workload.notes, note))
 
 
-def _check_step(workload: Workload, model: nn.Module, batch: Any, device: str) -> None:
+def _check_step(workload: Workload, model: nn.Module, batch: Any, device: str) -> bool:
+    """Trains one step; returns whether the optimizer wanted a closure."""
     optimizer = call_user(
         "build_optimizer(model)",
         workload.build_optimizer,
@@ -113,15 +116,11 @@ def _check_step(workload: Workload, model: nn.Module, batch: Any, device: str) -
     trained = _check_optimizer(optimizer, model)
     samples = workload.batch_size if device == "cuda" else min(workload.batch_size, _CHECK_SAMPLES_ON_CPU)
     while True:
-        too_large = False
         try:
-            _train_once(workload, model, optimizer, trained, _part(batch, samples, device))
+            return _train_once(workload, model, optimizer, trained, _part(batch, samples, device))
         except WorkloadError as error:
             if error.__cause__ is None or not is_out_of_memory(error.__cause__) or samples == 1 or why_unsplittable(batch):
                 raise
-            too_large = True
-        if not too_large:
-            return
         optimizer.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.empty_cache()
@@ -155,7 +154,9 @@ def _check_optimizer(optimizer: Any, model: nn.Module) -> list[Tensor]:
 
 def _train_once(
     workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, trained: list[Tensor], batch: Any
-) -> None:
+) -> bool:
+    """One FP32 step; returns whether the optimizer had to be given a closure."""
+
     def closure() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         loss = check_loss(call_user("loss(model, batch)", workload.loss, model, batch, hint=_LOSS_HINT))
@@ -165,13 +166,31 @@ def _train_once(
     closure()
     if all(parameter.grad is None for parameter in trained):
         raise WorkloadError(
-            f"The loss has no gradient path to any of the {len(trained)} parameters the optimizer trains.",
+            f"The loss of the first batch has no gradient path to any of the {len(trained)} parameters the optimizer trains.",
             hint="Compute the loss from the model's output without .item(), .detach() or torch.no_grad().",
         )
-    step = (closure,) if needs_closure(optimizer) else ()
-    call_user(
-        "optimizer.step()", optimizer.step, *step, hint="The optimizer must work in FP32 before precisions can be searched."
-    )
+    hint = "The optimizer must work in FP32 before precisions can be searched."
+    if steps_with_closure(workload, optimizer):
+        call_user("optimizer.step(closure)", optimizer.step, closure, hint=hint)
+        return True
+    try:
+        call_user("optimizer.step()", optimizer.step, hint=hint)
+    except WorkloadError as error:
+        if not _works_with(optimizer, closure, error.__cause__):
+            raise
+        return True
+    return False
+
+
+def _works_with(optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor], error: BaseException | None) -> bool:
+    """Whether a step that raised works with a closure: many of SAM's implementations give it a default and insist on one."""
+    if "closure" not in inspect.signature(optimizer.step).parameters or (error is not None and is_out_of_memory(error)):
+        return False
+    try:
+        optimizer.step(closure)  # type: ignore[arg-type]
+    except Exception:  # then the first error is the one to show
+        return False
+    return True
 
 
 _LOSS_HINT = "loss(model, batch) must return a scalar tensor, computed in plain FP32 training mode."
@@ -212,16 +231,17 @@ def fp16_obstacle(workload: Workload) -> str:
     with untouched_random_state():
         seed_everything(0)
         model = build_checked(workload)
-        return obstacle_of(model, workload.build_optimizer(model))
+        optimizer = workload.build_optimizer(model)
+        return obstacle_of(model, optimizer, closure=steps_with_closure(workload, optimizer))
 
 
-def obstacle_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def obstacle_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, closure: bool) -> str:
     """Why gradients of this model and optimizer cannot be scaled; an empty string where they can."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.is_complex():
             return f"parameter '{name}' is complex, and loss scaling has no complex path"
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             return f"parameter '{name}' is {str(parameter.dtype)[6:]}, and loss scaling needs float32 parameters"
-    if needs_closure(optimizer):
+    if closure:
         return f"{type(optimizer).__name__}.step needs a closure, which loss scaling does not support"
     return ""

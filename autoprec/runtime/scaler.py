@@ -57,6 +57,11 @@ class PolicyScaler(torch.amp.GradScaler):
                 "times with scaled gradients.",
                 hint="Use a policy without fp16 layers (bf16 needs no scaling), or an optimizer whose step takes no closure.",
             )
+        if not _has_gradients(optimizer):
+            # An empty batch or a frozen branch: torch's scaler calls it an error, plain FP32 training goes on.
+            self._stepped.append(True)
+            nothing: float | None = optimizer.step(*args, **kwargs)
+            return nothing
         self._outcome = False
         result = super().step(optimizer, *args, **kwargs)
         self._stepped.append(self._outcome)
@@ -88,8 +93,14 @@ class PolicyScaler(torch.amp.GradScaler):
         self._met = weakref.WeakKeyDictionary()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Adapts the scale, as torch's scaler does, and warns once if it is under the policy's floor."""
-        super().update(new_scale)
+        """Adapts the scale, as torch's scaler does, and warns once if it is under the policy's floor.
+
+        After steps without any gradient the scale stays as it is: they say nothing about it.
+        """
+        if self._stepped and new_scale is None and not self._has_checked():
+            self._per_optimizer_states.clear()
+        else:
+            super().update(new_scale)
         if not self.is_enabled():
             return
         self._last, self._stepped = self._stepped, []
@@ -97,6 +108,10 @@ class PolicyScaler(torch.amp.GradScaler):
         known_skip = any(entry is False for entry in self._last)
         if not self._warned and (known_skip or self._updates % _LOOK_EVERY_UPDATES == 0):
             self._alarm(self.get_scale())
+
+    def _has_checked(self) -> bool:
+        """Whether any gradient was looked at since the last update."""
+        return any(state["found_inf_per_device"] for state in self._per_optimizer_states.values())
 
     def _alarm(self, scale: float) -> None:
         if scale < self._floor:
@@ -139,6 +154,11 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer's ``step`` cannot be called without a closure (LBFGS, SAM)."""
     parameter = inspect.signature(optimizer.step).parameters.get("closure")
     return parameter is not None and parameter.default is inspect.Parameter.empty
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter has a gradient; ordinarily the first one answers."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def check_scalable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -69,10 +69,12 @@ class Context:
         """What a policy of this run is made for."""
         return fingerprint_of(self.look)
 
-    def plain_policy(self, default: Precision) -> Policy:
-        """One precision everywhere, the whole batch at once, torch's own flags."""
-        batch = Batch(effective=self.look.effective_batch, micro=self.look.effective_batch)
-        return Policy(default=default, batch=batch, fingerprint=self.fingerprint)
+    def plain_fp32(self) -> Policy:
+        """FP32 everywhere, the whole batch at once where that fits, torch's own flags."""
+        whole = self.look.effective_batch
+        micro = self.plan.fp32_micro or whole
+        batch = Batch(effective=whole, micro=micro, accumulation_steps=whole // micro)
+        return Policy(default="fp32", batch=batch, fingerprint=self.fingerprint)
 
     def trial_window(self, purpose: str = "trial") -> Window:
         """The window of study trials: one seed, the same for every candidate."""

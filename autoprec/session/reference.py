@@ -50,7 +50,7 @@ def twin_noise(context: Context, seeds: int, steps: int | None = None) -> float:
 
 
 def _train(context: Context, window: Window) -> tuple[float, ...]:
-    outcome = context.evaluate(context.plain_policy("fp32"), window, role="reference")
+    outcome = context.evaluate(context.plain_fp32(), window, role="reference")
     if isinstance(outcome, Failure):
         raise WorkloadError(
             f"The FP32 reference run failed ({outcome.kind}): {outcome.message}",

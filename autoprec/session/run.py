@@ -16,7 +16,7 @@ from autoprec.bench.bench import Bench
 from autoprec.bench.isolation import IsolatedBench
 from autoprec.bench.source import check_reference
 from autoprec.bench.target import Target, resolve_target
-from autoprec.errors import AutoprecError
+from autoprec.errors import AutoprecError, WorkloadError
 from autoprec.policy import Batch, Policy
 from autoprec.records import Failure, Look, Window
 from autoprec.session.context import Context, Measuring
@@ -161,7 +161,7 @@ def _look(bench: Measuring, target: Target, logbook: Logbook) -> Look:
         f"look: {len(look.layers)} layers, {look.num_parameters:,} parameters, {look.matmul_share:.0%} of an FP32 step in "
         f"matmuls and convolutions; batch of {look.effective_batch}; FP32 loss {look.loss:.4g}; {target.numerics}"
     )
-    for remark in (look.unsplittable, look.forbids_fp16):
+    for remark in (*look.notes, look.unsplittable, look.forbids_fp16):
         if remark:
             logbook.found(f"look: {remark}")
     return look
@@ -194,17 +194,36 @@ def _plan(settings: Settings, target: Target, bench: Measuring, folder: RunFolde
     known = folder.load_stage("plan", Plan)
     if known is not None:
         return known
-    batch = Batch(effective=look.effective_batch, micro=look.effective_batch)
-    policy = Policy(default="fp32", batch=batch, fingerprint=fingerprint_of(look))
     # The first window pays for loading kernels and making batches; the others show by the clock what a step and a window cost.
-    _probe_s(bench, policy, PROBES[1])
+    policy = _fp32_that_fits(bench, look)
     short_s, long_s = (_probe_s(bench, policy, probe) for probe in PROBES)
     step_s = max(long_s - short_s, 0.0) / (PROBES[1].steps - PROBES[0].steps)
     overhead_s = max(short_s - step_s * PROBES[0].steps, 0.0)
     on_cuda = target.device == "cuda"
     plan = plan_windows(step_s, overhead_s, settings, num_baselines=MOST_BASELINES, on_cuda=on_cuda)
+    plan = plan.model_copy(update={"fp32_micro": policy.batch.micro})
     folder.save_stage("plan", plan)
     return plan
+
+
+def _fp32_that_fits(bench: Measuring, look: Look) -> Policy:
+    """FP32 with the largest micro-batch that fits into memory: a batch may have been chosen for what AMP needs.
+
+    Raises:
+        WorkloadError: none does.
+    """
+    whole = look.effective_batch
+    for micro in look.micro_batches or (whole,):
+        batch = Batch(effective=whole, micro=micro, accumulation_steps=whole // micro)
+        policy = Policy(default="fp32", batch=batch, fingerprint=fingerprint_of(look))
+        outcome = bench.window(policy, PROBES[1])
+        if not isinstance(outcome, Failure) or outcome.kind != "out_of_memory":
+            return policy
+    reason = f" It cannot be split: {look.unsplittable}" if look.unsplittable else ""
+    raise WorkloadError(
+        f"FP32 runs out of memory with micro-batches of {micro}, the smallest into which the batch of {whole} divides.{reason}",
+        hint="autoprec compares with FP32, so FP32 has to fit: lower BATCH_SIZE.",
+    )
 
 
 def _probe_s(bench: Measuring, policy: Policy, probe: Window) -> float:

@@ -69,6 +69,7 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
         cuda=target.stands_for_cuda,
         capability=target.capability,
         fingerprint=space.fingerprint,
+        fp32_micro=context.plan.fp32_micro,
     )
     context.progress.found(
         "front: "

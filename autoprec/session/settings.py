@@ -66,7 +66,7 @@ class Settings:
 
 
 class Plan(Record):
-    """Window lengths that fit the budget."""
+    """Window lengths that fit the budget, and the micro-batch with which FP32 fits into memory (0: the whole batch)."""
 
     trial_steps: int
     trial_warmup_steps: int
@@ -74,6 +74,7 @@ class Plan(Record):
     verify_seeds: int
     timed_steps: int
     timeout_s: float
+    fp32_micro: int = 0
 
 
 # A window shorter than this says nothing about a loss curve, and one longer than this no longer ranks candidates any better;

@@ -20,6 +20,7 @@ def baseline_policies(
     cuda: bool,
     capability: str | None = None,
     fingerprint: Fingerprint | None = None,
+    fp32_micro: int = 0,
 ) -> dict[str, Policy]:
     """The policies of stage 3 by role: fp32, fp32_tf32, amp_fp16, amp_bf16, then each with ``_channels_last``.
 
@@ -29,6 +30,7 @@ def baseline_policies(
         cuda: whether the target is a CUDA device.
         capability: the target's compute capability; TF32 needs 8.0.
         fingerprint: goes into every policy; made from the look where it is None.
+        fp32_micro: the micro-batch with which FP32 fits into memory; 0 is the largest.
 
     Returns:
         Policies by role in the order they are to run. cudnn.benchmark stays off, as stock training leaves it.
@@ -40,7 +42,7 @@ def baseline_policies(
             policies[f"{role}_channels_last" if channels_last else role] = Policy(
                 default=default,
                 loss_scale=STOCK_LOSS_SCALE if default == "fp16" else LossScale(),
-                batch=Batch(effective=look.effective_batch, micro=_largest_micro_batch(look), accumulation_steps=_steps(look)),
+                batch=_batch(look, fp32_micro if default == "fp32" else 0),
                 outputs="fp32" if default == "fp32" else "computed",  # stock autocast leaves them as they are
                 backend=Backend(tf32=tf32, channels_last=channels_last),
                 fingerprint=made,
@@ -58,9 +60,6 @@ def _kinds(look: Look, precisions: Sequence[Precision], tf32: bool) -> Iterator[
         yield "amp_bf16", "bf16", False
 
 
-def _largest_micro_batch(look: Look) -> int:
-    return max(look.micro_batches, default=look.effective_batch)
-
-
-def _steps(look: Look) -> int:
-    return look.effective_batch // _largest_micro_batch(look)
+def _batch(look: Look, micro: int) -> Batch:
+    micro = micro or max(look.micro_batches, default=look.effective_batch)
+    return Batch(effective=look.effective_batch, micro=micro, accumulation_steps=look.effective_batch // micro)

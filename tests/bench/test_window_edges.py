@@ -65,6 +65,47 @@ def test_an_optimizer_with_a_closure_trains_in_bf16_and_is_a_failure_in_fp16() -
     assert "LBFGS" in failure.message
 
 
+class OneClosure(torch.optim.SGD):
+    """SGD that evaluates its loss itself, once."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        return super().step()
+
+
+def test_a_closure_clips_its_gradients_like_any_other_step() -> None:
+    plain, closed = (
+        _run(_workload(build_optimizer=lambda model, kind=kind: kind(model.parameters(), lr=1.0), GRAD_CLIP=1e-2), CPU, "fp32")
+        for kind in (torch.optim.SGD, OneClosure)
+    )
+    assert isinstance(plain, Measurement)
+    assert isinstance(closed, Measurement)
+    assert closed.losses == plain.losses
+    free = _run(_workload(build_optimizer=lambda model: OneClosure(model.parameters(), lr=1.0)), CPU, "fp32")
+    assert isinstance(free, Measurement)
+    assert free.losses[0] == closed.losses[0]
+    assert free.losses[1] != closed.losses[1]
+
+
+def test_a_batch_without_any_gradient_trains_on_in_every_precision() -> None:
+    """A constant loss for an empty batch: torch's scaler raises on it, plain FP32 does not (huggingface/accelerate#328)."""
+    calls: list[int] = []
+
+    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) % 3 == 0:
+            return torch.zeros((), requires_grad=True) * 1.0
+        return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    for default in ("fp32", "bf16", "fp16"):
+        calls.clear()
+        outcome = _run(_workload(loss=loss, GRAD_CLIP=1.0), STAND_IN, default)  # type: ignore[arg-type]
+        assert isinstance(outcome, Measurement), default
+        assert [value == 0.0 for value in outcome.losses] == [False, False, True] * 2
+        assert outcome.skipped_steps == 0
+
+
 def test_parameters_that_cannot_be_scaled_are_a_failure_of_the_policy() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

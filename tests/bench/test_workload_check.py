@@ -162,3 +162,29 @@ def test_complex_parameters_forbid_fp16() -> None:
 
 def test_an_ordinary_workload_has_no_obstacle() -> None:
     assert fp16_obstacle(_workload()) == ""
+
+
+class InsistsOnAClosure(torch.optim.SGD):
+    """As many of SAM's implementations: the closure has a default and is needed all the same."""
+
+    def step(self, closure: Any = None) -> Any:
+        assert closure is not None, "needs a closure"
+        with torch.enable_grad():
+            closure()
+        return super().step(closure)
+
+
+def test_an_optimizer_that_insists_on_its_optional_closure_passes_and_forbids_fp16() -> None:
+    workload = _workload(build_optimizer=lambda model: InsistsOnAClosure(model.parameters(), lr=0.1))
+    checked = check_workload(workload, "cpu")
+    assert checked.step_needs_closure and not workload.step_needs_closure
+    assert fp16_obstacle(checked) == "InsistsOnAClosure.step needs a closure, which loss scaling does not support"
+    assert check_workload(checked, "cpu") is checked
+
+
+def test_a_broken_optimizer_shows_its_own_error_and_not_one_about_closures() -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise RuntimeError("no such state" if closure is None else "a later error")
+
+    assert "no such state" in _refusal(build_optimizer=lambda model: Broken(model.parameters(), lr=0.1)).message

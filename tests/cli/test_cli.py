@@ -110,3 +110,16 @@ def test_gpus_prints_the_table_with_the_4090_d_beside_the_4090():
     assert result.returncode == 0
     assert " 4090d " in result.stdout
     assert " 4090 " in result.stdout
+
+
+def test_a_model_that_gains_nothing_gets_fp32_says_so_and_is_no_error(tmp_path):
+    """Mixed precision is slower than FP32 on small models: NVIDIA/apex#297, open-mmlab/mmcv#742."""
+    out = tmp_path / "run"
+    done = run_cli("tune", WORKLOADS / "tiny_mlp.py", "--gpu", "4090d", "--trials", 1, "--budget", "5s", "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert "Not worth it here" in done.stdout
+    policy = json.loads((out / "policy.json").read_text())
+    assert policy["default"] == "fp32"
+    assert policy["layers"] == {}
+    roles = [json.loads(line)["role"] for line in (out / "candidates.jsonl").read_text().splitlines()]
+    assert {"fp32", "fp32_tf32", "amp_fp16", "amp_bf16"} <= set(roles)

@@ -70,6 +70,21 @@ def ddp(rank: int, store: str, order: str) -> None:
     dist.destroy_process_group()
 
 
+def infinity_in_one_shard(model: nn.Module, applied: Any, scaler: Any, rank: int) -> None:
+    """An overflow in the part of a gradient that one rank holds must skip the step on all, or their weights part."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.zero_grad()
+    before = scaler.get_scale()
+    scaler.scale(model(batch(rank)).square().mean()).backward()
+    if rank == 1:
+        shard = next(p.grad for p in model.parameters() if p.grad.to_local().numel()).to_local()  # type: ignore[union-attr]
+        shard.view(-1)[0] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert applied.step_was_skipped
+    assert scaler.get_scale() == before / 2
+
+
 def fsdp2(rank: int, store: str, default: str) -> None:
     enter(rank, store)
     reference = Net()
@@ -93,7 +108,9 @@ def fsdp2(rank: int, store: str, default: str) -> None:
         assert isinstance(mine.grad, DTensor)
         assert mine.grad.dtype == torch.float32
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=0.02, atol=0.02)
-    train(model, applied, rank)
+    scaler = train(model, applied, rank)
+    if scaler.is_enabled():
+        infinity_in_one_shard(model, applied, scaler, rank)
     with torch.no_grad():
         assert torch.equal(model(batch(0)), model(batch(0)))
     applied.remove()

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import io
 import pickle
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -416,6 +416,31 @@ def test_recurrent_layers_take_tensors_packed_sequences_and_carried_state(kind: 
     applied.remove()
 
 
+@pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_recurrent_cell_carries_its_state_from_step_to_step_beside_half_layers(kind: Any, precision: Precision) -> None:
+    """pytorch/pytorch#42605: the cell checks the types of input and state itself."""
+    model = nn.ModuleDict({"fc": nn.Linear(4, 4), "cell": kind(4, 8)})
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        state = None
+        for part in x.unbind(1):
+            state = model["cell"](model["fc"](part), state)
+        return state[0] if isinstance(state, tuple) else cast(torch.Tensor, state)
+
+    model.forward = forward  # type: ignore[method-assign]
+    x = torch.linspace(-1, 1, 24).reshape(2, 3, 4)
+    expected = model(x)
+    applied = apply(model, "bf16", {"cell": precision})
+    with applied.autocast():
+        y = model(x)
+    y.sum().backward()
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=0.05, atol=0.02)
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+    applied.remove()
+
+
 def test_carried_state_from_a_half_step_enters_an_fp32_island() -> None:
     model = nn.ModuleDict({"rnn": nn.LSTM(4, 8, batch_first=True)})
     swap(model["rnn"], Island(precision="fp32", outside="bf16"))
@@ -441,14 +466,15 @@ def test_attention_whose_projection_is_used_past_its_module(precision: Precision
     applied.remove()
 
 
-@pytest.mark.parametrize("default", ["fp32", "bf16", "bf16_pure"])
+@pytest.mark.parametrize("default", PRECISIONS)
+@pytest.mark.parametrize("width", [32, 28])  # heads of 8 and of 7: pytorch/pytorch#176559
 @pytest.mark.filterwarnings("ignore:.*nested tensor.*")
-def test_encoder_gives_the_same_in_train_and_eval_with_a_padding_mask(default: Precision) -> None:
+def test_encoder_gives_the_same_in_train_and_eval_with_a_padding_mask(default: Precision, width: int) -> None:
     torch.manual_seed(0)
-    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0)
+    layer = nn.TransformerEncoderLayer(width, 4, 64, batch_first=True, dropout=0.0)
     model = nn.TransformerEncoder(layer, 2)
     idle = tuple(f"layers.{i}.self_attn.out_proj" for i in range(2))
-    x, mask = torch.randn(2, 5, 32), torch.zeros(2, 5, dtype=torch.bool)
+    x, mask = torch.randn(2, 5, width), torch.zeros(2, 5, dtype=torch.bool)
     mask[1, 3:] = True
     applied = apply(model, default, {"layers.0.linear1": "bf16" if default == "fp32" else "fp32"}, idle=idle)
     seen: list[torch.dtype] = []

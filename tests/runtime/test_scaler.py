@@ -98,6 +98,27 @@ def test_one_skip_among_two_optimizers_counts() -> None:
     assert applied.step_was_skipped
 
 
+@pytest.mark.parametrize("unscale", [True, False])
+def test_a_step_without_any_gradient_is_a_plain_step_and_leaves_the_scale_alone(unscale: bool) -> None:
+    """Frozen branch or empty batch: torch's scaler says "No inf checks were recorded" (huggingface/accelerate#328)."""
+    model, applied = setup(init=4096.0, growth_interval=2, model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)))
+    scaler = applied.grad_scaler()
+    idle, busy = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    for optimizers in ((idle,), (idle, busy), (idle,), (busy, idle)):
+        scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+        for optimizer in optimizers:
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+        assert not applied.step_was_skipped
+        busy.zero_grad()
+    assert scaler.get_scale() == 8192.0, "two steps with gradients, and only those, count for the growth interval"
+    assert torch.equal(model[0].weight, before)
+
+
 def test_clipping_after_unscale_clips_true_gradients() -> None:
     model, applied = setup(model=nn.Sequential(nn.Linear(4, 1, bias=False)))
     scaler, optimizer = applied.grad_scaler(), torch.optim.SGD(model.parameters(), lr=1.0)
