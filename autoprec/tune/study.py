@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autoprec.errors import RunFolderError, SearchSpaceError
 from autoprec.policy import Policy
 from autoprec.records import Candidate, Measurement, Outcome, Window
+from autoprec.tune.bisection import decided_by_numerics, next_index
 from autoprec.tune.sampler import FreshSampler, random_untried
 from autoprec.tune.study_space import Params, StudySpace
 from autoprec.tune.trial_record import describe_policy, record_outcome
@@ -228,31 +229,42 @@ class _Session:
         return trial.suggest_categorical(name, choices)
 
     def _start(self, trials: int) -> Params | None:
-        """The next starting point not tried, where trials are left to learn from it."""
+        """The next starting point not tried, where trials are left to learn from it and its plan is not known to diverge."""
         if trials < len(self._baselines) + STARTS_NEED:
             return None
-        return next((p for p in self._space.starts() if not _is_tried(self._space, p, self._tried)), None)
+        return next((p for p in self._space.starts() if not _is_tried(self._space, p, self._tried) and not self._fails(p)), None)
+
+    def _fails(self, params: Params) -> bool:
+        outcome = self._known(params)
+        return outcome is not None and not self._yardstick.feasible(outcome)
+
+    def _known(self, params: Params) -> Outcome | None:
+        """What came of a policy, or of another with the same precisions where only these can have decided it."""
+        policy = self._space.to_policy(params)
+        alike = [c for c in self.candidates if c.policy.setup_hash() == policy.setup_hash()]
+        if not alike:
+            precisions = (policy.default, policy.precisions())
+            same = (c for c in self.candidates if (c.policy.default, c.policy.precisions()) == precisions)
+            alike = [c for c in same if decided_by_numerics(c.outcome) and not self._yardstick.feasible(c.outcome)]
+        return alike[0].outcome if alike else None
 
     def _bisection(self, trials: int) -> Params | None:
         """The next plan of a bisection between fp32 and the fastest starting point, where that one is not feasible.
 
-        Harm rises along the front, so four trials tell where it becomes too much; TPE would take more to learn that.
+        Harm rises along the front, so a few trials tell where it becomes too much; TPE would take more to learn that.
         """
-        outcomes = {c.policy.setup_hash(): c.outcome for c in self.candidates}
-        known = [(p, outcomes.get(self._space.to_policy(p).setup_hash())) for p in self._space.starts()]
-        ran = [(p, outcome) for p, outcome in known if outcome is not None]
+        ran = [(p, outcome) for p in self._space.starts() if (outcome := self._known(p)) is not None]
         if not ran or trials < len(self._baselines) + STARTS_NEED:
             return None
-        start, outcome = max(ran, key=lambda item: _speed(item[1]))
-        low, high = 0, start["front_index"]
-        while not self._yardstick.feasible(outcome) and high - low > 1:
-            middle = (low + high) // 2
-            params = {**start, "front_index": middle}
-            sha = self._space.to_policy(params).setup_hash()
-            if sha not in outcomes:
-                return None if _is_tried(self._space, params, self._tried) else params
-            low, high = (middle, high) if self._yardstick.feasible(outcomes[sha]) else (low, middle)
-        return None
+        start = max(ran, key=lambda item: _speed(item[1]))[0]
+        index = next_index(
+            self._space.plans[start["dtype"]],
+            start["front_index"],
+            lambda index: self._known({**start, "front_index": index}),
+            self._yardstick,
+        )
+        params = None if index is None else {**start, "front_index": index}
+        return None if params is None or _is_tried(self._space, params, self._tried) else params
 
     def _refinement(self) -> Params | None:
         """The first untried neighbour of the best candidate that lies in the space."""
