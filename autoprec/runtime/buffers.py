@@ -81,7 +81,9 @@ class HalfReadBuffer(torch.Tensor):
                     return _again(func(*args, **kwargs), first)
             if func in _EXACT or _is_wide_cast(func, args, kwargs):
                 with torch._C.DisableTorchFunctionSubclass():
-                    return func(*args, **kwargs)
+                    found = func(*args, **kwargs)
+                # float() of a float32 tensor is that tensor.
+                return _exact(found) if isinstance(found, HalfReadBuffer) else found
             if getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__"):
                 with torch._C.DisableTorchFunctionSubclass():
                     found = func(*args, **kwargs)

@@ -84,10 +84,15 @@ def restore(undo: list[_Lowered]) -> None:
                 del entries[name]
                 continue
             entries[name] = master
-            if isinstance(master, nn.Parameter) and not torch.compiler.is_compiling() and stand_in._version:
+            if isinstance(master, nn.Parameter) and _was_written(stand_in):
                 _carry_back(master, stand_in)
         elif isinstance(now, torch.Tensor) and isinstance(master, torch.Tensor) and not isinstance(master, nn.Parameter):
             entries[name] = as_stored(now, master.dtype)
+
+
+def _was_written(cast_parameter: torch.Tensor) -> bool:
+    # Neither a trace nor inference mode counts versions.
+    return not torch.compiler.is_compiling() and not cast_parameter.is_inference() and cast_parameter._version > 0
 
 
 @torch.no_grad()
