@@ -18,7 +18,7 @@ from torch import nn
 from autoprec.errors import PolicyError
 from autoprec.runtime.islands import HELD_FORWARD, Island, forward_of
 from autoprec.runtime.pure import LoweredProperty
-from autoprec.runtime.source_reading import assigned_names, may_write_in_place
+from autoprec.runtime.source_reading import assigned_names
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def _make_class(original: type[nn.Module], island: Island) -> type[nn.Module]:
         "autoprec_original": original,
     }
     if island.precision in _PURE:
-        namespace |= {"autoprec_assigned": assigned_names(original), "autoprec_writes": may_write_in_place(original)}
+        namespace["autoprec_assigned"] = assigned_names(original)
     kind: type[nn.Module] = _new_class(
         type(original), original.__name__, (_island_base(_layout_of(original)), original), namespace
     )

@@ -35,6 +35,7 @@ _CACHE_KEEPS_NO_GRAD = tuple(int(part) for part in torch.__version__.split(".")[
 
 # Models on this device are for shapes alone; torch.autocast does not know it.
 _WITHOUT_AUTOCAST = ("meta",)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -53,6 +54,7 @@ class Island:
             children's weights past any precision.
         held: the instance had a forward of its own.
         reads: paths below the module of parameters that its own code reads past their owner's forward; pure islands cast them.
+        writes: code of the module or of what it calls may write a tensor in place; False only where that is known not to be so.
     """
 
     precision: Precision | None = None
@@ -62,6 +64,7 @@ class Island:
     slow_path: bool = False
     held: bool = False
     reads: tuple[tuple[str, ...], ...] = ()
+    writes: bool = True
 
 
 def forward_of(kind: type[nn.Module], original: type[nn.Module], island: Island) -> Callable[..., Any]:
@@ -160,7 +163,8 @@ def _pure(inner: Run, original: type[nn.Module], island: Island, dtype: torch.dt
     reads = island.reads
 
     def to_half(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
+        # A tensor that is read in this type already stays itself, a buffer's stand-in too: the callee may write it.
+        return tensor.to(dtype) if tensor.dtype != dtype and tensor.dtype in _FLOATS else tensor
 
     def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         undo = lower(self, dtype, reads)

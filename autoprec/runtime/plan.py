@@ -13,7 +13,7 @@ from autoprec.policy import Policy, Precision
 from autoprec.runtime.islands import HALF_DTYPES, Island
 from autoprec.runtime.layers import aliases, named_layers, own_shapes
 from autoprec.runtime.padding import check_paddable
-from autoprec.runtime.source_reading import attribute_chains
+from autoprec.runtime.source_reading import attribute_chains, may_write_in_place
 
 _FUSED_KINDS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -84,9 +84,17 @@ def _with_reads(plan: Plan, named: dict[str, nn.Module], inherited: dict[str, Pr
         if reads:
             outside = island.outside if module in islands else inherited[name]
             island = dataclasses.replace(island, precision=precision, outside=outside, reads=tuple(sorted(reads)))
+        if precision in ("fp16_pure", "bf16_pure") and module in islands and _has_float_buffer(module):
+            island = dataclasses.replace(island, writes=_may_write(module))
         if module in islands or reads:
             found.append((name, module, island))
     return found
+
+
+def _may_write(module: nn.Module) -> bool:
+    """Whether a module's code or that of a module below it, which it may hand a buffer to, writes tensors in place."""
+    below = {type(child) for child in module.modules() if not type(child).__module__.startswith("torch.nn.")}
+    return any(may_write_in_place(kind) for kind in below | {type(module)})
 
 
 def _parameter_at(module: nn.Module, chain: tuple[str, ...]) -> tuple[tuple[str, ...], nn.Module]:

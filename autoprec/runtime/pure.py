@@ -152,7 +152,8 @@ def _buffers(module: nn.Module, dtype: torch.dtype) -> list[_Lowered]:
     if not torch.compiler.is_compiling():
         return [_Lowered(buffers, name, buffers[name], stand_in_for(buffers[name], dtype)) for name in names]
     # torch.compile does not follow the stand-in everywhere. A plain cast serves where nothing is written; else they stay float32.
-    if getattr(type(module), "autoprec_writes", True):
+    island = getattr(type(module), "autoprec_island", None)
+    if island is None or island.writes:
         return []
     return [_Lowered(buffers, name, buffers[name], buffers[name].to(dtype)) for name in names]
 

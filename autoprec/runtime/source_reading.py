@@ -56,14 +56,15 @@ def assigned_names(kind: type) -> frozenset[str]:
                 # "a.b += c" is BINARY_OP with an argument that prints as "+=", a SWAP, and STORE_ATTR.
                 if instruction.opname == "BINARY_OP":
                     in_place = instruction.argrepr.endswith("=")
-                elif instruction.opname != "SWAP":
+                elif instruction.opname not in ("SWAP", "EXTENDED_ARG"):
                     in_place = False
     return frozenset(found)
 
 
 def may_write_in_place(kind: type) -> bool:
     """Whether the class's methods, or functions they name outside torch, hold anything that writes a tensor in place."""
-    pending, seen = list(_methods_of(kind)), set[types.FunctionType]()
+    pending = [function for function in _methods_of(kind) if not function.__name__.endswith("reset_parameters")]
+    seen: set[types.FunctionType] = set()
     while pending:
         function = pending.pop()
         if function in seen:
@@ -73,11 +74,18 @@ def may_write_in_place(kind: type) -> bool:
             keywords = any(isinstance(constant, tuple) and "out" in constant for constant in code.co_consts)
             if keywords or any(_writes(instruction) for instruction in dis.get_instructions(code)):
                 return True
-            for name in code.co_names:
-                called = _function_of(function.__globals__.get(name))
-                if called is not None and not called.__module__.startswith("torch."):
-                    pending.append(called)
+            pending += _named_functions(code.co_names, function.__globals__)
     return False
+
+
+def _named_functions(names: tuple[str, ...], known: dict[str, Any]) -> Iterator[types.FunctionType]:
+    """Functions outside torch that code names, directly or as ``module.function``."""
+    values = [known[name] for name in names if name in known]
+    modules = [value for value in values if isinstance(value, types.ModuleType) and value.__name__.split(".")[0] != "torch"]
+    for value in (*values, *(getattr(module, name, None) for module in modules for name in names)):
+        called = _function_of(value)
+        if called is not None and (called.__module__ or "").split(".")[0] != "torch":
+            yield called
 
 
 def _writes(instruction: dis.Instruction) -> bool:
@@ -98,6 +106,8 @@ def attribute_chains(kind: type) -> frozenset[tuple[str, ...]]:
             for instruction in dis.get_instructions(code):
                 if instruction.opname == "LOAD_ATTR":
                     chain.append(instruction.argval)
+                    continue
+                if instruction.opname == "EXTENDED_ARG":
                     continue
                 if len(chain) > 1:
                     found.add(tuple(chain))
