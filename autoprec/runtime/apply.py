@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 from autoprec.errors import PolicyError
-from autoprec.policy import Policy, Precision
+from autoprec.policy import Policy
 from autoprec.runtime.backend import Undo, set_channels_last, set_flags
+from autoprec.runtime.classes import is_swapped, remove_islands, swap
 from autoprec.runtime.compiled import compiled_model
 from autoprec.runtime.dtypes import HALF_DTYPES
-from autoprec.runtime.islands import Island, device_type_of, is_swapped, remove_islands, swap
-from autoprec.runtime.layers import aliases, compare_layers, mismatch_error, named_layers, own_shapes, unwrap
-from autoprec.runtime.padding import check_paddable
+from autoprec.runtime.islands import device_type_of
+from autoprec.runtime.layers import aliases, compare_layers, mismatch_error, named_layers, unwrap
+from autoprec.runtime.plan import plan_islands
 from autoprec.runtime.scaler import PolicyScaler, check_scalable
-
-_FUSED_KINDS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 class AppliedPolicy:
@@ -56,7 +55,7 @@ class AppliedPolicy:
             cache_enabled: False turns autocast's weight cache off, which selective activation checkpointing needs.
         """
         dtype = HALF_DTYPES.get(self.policy.default)
-        if dtype is None:
+        if dtype is None or self.device_type == "meta":
             return contextlib.nullcontext()
         return torch.autocast(self.device_type, dtype=dtype, cache_enabled=cache_enabled)
 
@@ -123,7 +122,8 @@ def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> Ap
     after loading weights and converting SyncBatchNorm, and before EMA copies, DDP, FSDP2 and ``torch.compile``. Do not give FSDP2
     a ``MixedPrecisionPolicy`` of its own beside a policy: both would cast, at different borders.
 
-    Before exporting, taking off a parametrization or eager quantization, call ``remove()``: those look at a module's exact class.
+    Before TorchScript or eager quantization, call ``remove()``: those look at a module's exact class. Parameters stay float32: to
+    convert the model with ``half()`` or ``to(torch.bfloat16)`` as well is to take the policy's masters away.
 
     Args:
         model: the model, possibly wrapped.
@@ -132,7 +132,7 @@ def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> Ap
 
     Raises:
         PolicyMismatch: the model's layers are not those the policy was made for.
-        PolicyError: a policy is already applied, a padded layer cannot be padded, or a module is lazy.
+        PolicyError: a policy is already applied, a padded layer cannot be padded, or a module is lazy or TorchScript.
     """
     root = unwrap(model)
     if any(is_swapped(module) for module in root.modules()):
@@ -141,7 +141,7 @@ def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> Ap
         )
     names = _matched_names(model, policy, strict=strict)
     _warn_about_environment(policy, root)
-    islands = _plan(root, policy, names)
+    islands = plan_islands(root, policy, names)
     undos: list[Undo] = [set_flags(policy.backend)]
     if policy.backend.channels_last:
         undos.append(set_channels_last(root))
@@ -176,69 +176,3 @@ def _warn_about_environment(policy: Policy, root: nn.Module) -> None:
 
 def _release(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
-
-
-def _plan(root: nn.Module, policy: Policy, names: dict[str, str]) -> list[tuple[str, nn.Module, Island]]:
-    """The modules to swap and what each becomes. The root is first; members of pure islands follow their boundary."""
-    named = named_layers(root)
-    settings = {names[name]: setting.precision for name, setting in policy.layers.items() if name in names}
-    multiples = {names[name]: multiple for name, multiple in policy.padding.layers.items() if name in names}
-    for name in multiples:
-        check_paddable(name, named[name])
-    idle = {name for alias, name in aliases(root).items() if alias in policy.fingerprint.idle}
-    main = _main_dtype(policy)
-    slow = _slow_paths(named, policy.default, settings)
-    plan = []
-    for name, module in named.items():
-        island = _island(name, module, policy.default, settings, idle=name in idle)
-        precision = island.precision
-        island = Island(
-            precision=precision,
-            outside=island.outside,
-            rises=policy.outputs == "fp32" if not name else island.outside == "fp32",
-            masters=not name and policy.weights == "half_with_masters",
-            cached=precision is None or HALF_DTYPES.get(precision) in (None, main),
-            multiple=multiples.get(name, 0),
-            slow_path=name in slow,
-        )
-        if island != Island(outside=island.outside, rises=island.rises):
-            plan.append((name, module, island))
-    return plan
-
-
-def _island(name: str, module: nn.Module, default: Precision, settings: dict[str, Precision], *, idle: bool) -> Island:
-    if not name:
-        return Island(precision=default)
-    outside = _inherited(name.rpartition(".")[0], default, settings)
-    if name in settings:
-        # The same as around it needs no boundary of its own.
-        same = settings[name] == outside and not outside.endswith("_pure")
-        return Island(precision=None if same else settings[name], outside=outside)
-    # Below a pure boundary each module casts its own parameters, so that checkpointing recomputes it alike.
-    computed = torch.nn.utils.parametrize.is_parametrized(module)
-    if outside.endswith("_pure") and "parametrizations" not in name.split(".") and own_shapes(module) and (computed or not idle):
-        return Island(precision=outside, outside=outside)
-    return Island(outside=outside)
-
-
-def _inherited(name: str, default: Precision, settings: dict[str, Precision]) -> Precision:
-    while name:
-        if name in settings:
-            return settings[name]
-        name = name.rpartition(".")[0]
-    return default
-
-
-def _main_dtype(policy: Policy) -> torch.dtype:
-    """The half type whose weight casts may be cached; the cache is keyed by the weight alone and cannot serve two."""
-    return HALF_DTYPES.get(policy.default, torch.float16 if policy.needs_loss_scale else torch.bfloat16)
-
-
-def _slow_paths(named: dict[str, nn.Module], default: Precision, settings: dict[str, Precision]) -> set[str]:
-    """Encoders that hold anything but plain fp32: their fused inference path would skip the policy."""
-    low = {name for name in named if _inherited(name, default, settings) != "fp32"}
-    return {
-        name
-        for name, module in named.items()
-        if isinstance(module, _FUSED_KINDS) and any(not name or f"{other}.".startswith(f"{name}.") for other in low)
-    }

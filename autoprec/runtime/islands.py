@@ -1,20 +1,16 @@
-"""Precision of one module instance, by swapping its class for a cached subclass of the same name.
+"""What a module with a precision of its own does around its original forward: casts, autocast, padding.
 
-A swapped class keeps parameters, keys, hooks and ``isinstance`` as they were; deepcopy and pickle carry it along; nothing is held
-in a closure over an instance, so a copy computes with its own weights. The precision is part of the class, not of the
-surroundings, so a recompute in activation checkpointing and a call outside the training loop see it too.
+How the module comes by it is in ``classes.py``: its class is swapped, so nothing here is held in a closure over an instance.
 """
 
 from __future__ import annotations
 
-import copyreg
 import functools
 import itertools
 import types
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +19,7 @@ from autoprec.policy import Precision
 from autoprec.runtime.dtypes import HALF_DTYPES
 from autoprec.runtime.masters import copies_pay, put_copies, take_copies
 from autoprec.runtime.padding import padded_forward
-from autoprec.runtime.pure import LOWERED, lower, restore
+from autoprec.runtime.pure import lower, restore
 from autoprec.runtime.tree import iter_tensors, map_tensors
 
 # Where an instance's own replaced forward (another tool's wrapper) waits while the class's forward is ours.
@@ -32,6 +28,10 @@ HELD_FORWARD = "_autoprec_held_forward"
 # Before 2.11 a copy cached by an earlier no_grad call of a submodule in the same block is not differentiable either, so that the
 # model starts with an empty cache. Source: pytorch#165068.
 _CACHE_KEEPS_NO_GRAD = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
+
+# Models on this device are for shapes alone; torch.autocast does not know it.
+_WITHOUT_AUTOCAST = ("meta",)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 Run = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -50,6 +50,8 @@ class Island:
         slow_path: keeps nn.TransformerEncoder and nn.MultiheadAttention off their fused inference path, which reads the
             children's weights past any precision.
         held: the instance had a forward of its own.
+        reads: paths below the module of parameters that its own code reads past their owner's forward; pure islands cast them.
+        writes: code of the module or of what it calls may write a tensor in place; False only where that is known not to be so.
         masters: half copies of all weights below are made in one pass.
     """
 
@@ -60,92 +62,14 @@ class Island:
     multiple: int = 0
     slow_path: bool = False
     held: bool = False
+    reads: tuple[tuple[str, ...], ...] = ()
+    writes: bool = True
     masters: bool = False
 
 
-class IslandModule:
-    """First base of every swapped class; ``autoprec_island`` and ``autoprec_original`` are set on each."""
-
-    autoprec_island: ClassVar[Island]
-    autoprec_original: ClassVar[type[nn.Module]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        # Ends here: registries that list their subclasses must not list these.
-        pass
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced = super().__reduce_ex__(protocol)
-        kind = type(self)
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__ and reduced[1][0] is kind:  # type: ignore[attr-defined]
-            original = getattr(kind, "autoprec_original", kind)
-            return (_rebuild, (original, self.autoprec_island, *reduced[1][1:]), *reduced[2:])
-        return reduced
-
-
-def _rebuild(original: type[nn.Module], island: Island, *args: Any) -> nn.Module:
-    kind = swapped_class(original, island)
-    return kind.__new__(kind, *args)
-
-
-_swapped: weakref.WeakKeyDictionary[type[nn.Module], weakref.WeakValueDictionary[Island, type[nn.Module]]]
-# Weak on both sides: parametrized and FSDP classes are made per instance and would pile up.
-_swapped = weakref.WeakKeyDictionary()
-
-
-def swapped_class(original: type[nn.Module], island: Island) -> type[nn.Module]:
-    """The subclass of ``original`` that computes as ``island`` says; the same one for the same arguments.
-
-    A root gets a class of its own each time: torch.compile counts recompilations by code object and gives up after a few, and
-    one shared by every applied model of the process would use them up.
-    """
-    if island.outside is None:
-        return _make_class(original, island)
-    known = _swapped.setdefault(original, weakref.WeakValueDictionary())
-    kind = known.get(island)
-    if kind is None:
-        kind = known[island] = _make_class(original, island)
-    return kind
-
-
-def _make_class(original: type[nn.Module], island: Island) -> type[nn.Module]:
-    namespace: dict[str, Any] = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "autoprec_island": island,
-        "autoprec_original": original,
-    }
-    if island.precision in ("fp16_pure", "bf16_pure"):
-        namespace |= _lowered_properties(original)
-    metaclass: Any = type(original)
-    kind: type[nn.Module] = metaclass(original.__name__, (IslandModule, original), namespace)
-    kind.forward = _forward(kind, original, island)
-    return kind
-
-
-def _lowered_properties(original: type[nn.Module]) -> dict[str, Any]:
-    """Parametrized weights as properties that follow the cast of the other parameters while forward runs."""
-    if not original.__name__.removeprefix("FSDP").startswith("Parametrized"):
-        return {}
-    return {
-        name: _lowered_property(attribute)
-        for kind in original.__mro__
-        for name, attribute in vars(kind).items()
-        if isinstance(attribute, property) and kind.__name__.startswith("Parametrized")
-    }
-
-
-def _lowered_property(computed: property) -> property:
-    def get(self: nn.Module) -> Any:
-        value = cast(Any, computed.fget)(self)
-        dtype = self.__dict__.get(LOWERED)
-        return value if dtype is None else value.to(dtype)
-
-    return property(get, computed.fset, computed.fdel)
-
-
-def _forward(kind: type[nn.Module], original: type[nn.Module], island: Island) -> Callable[..., Any]:
-    run = _with_precision(_innermost(original, island), island)
+def forward_of(kind: type[nn.Module], original: type[nn.Module], island: Island) -> Callable[..., Any]:
+    """The forward of ``kind``, a subclass of ``original``."""
+    run = _with_precision(_innermost(original, island), original, island)
     if island.masters:
         run = _with_copies(run)
     if island.slow_path:
@@ -157,7 +81,7 @@ def _forward(kind: type[nn.Module], original: type[nn.Module], island: Island) -
             return original.forward(self, *args, **kwargs)
         return run(self, args, kwargs)
 
-    # A code object of its own, for the reason given in swapped_class.
+    # A code object of its own, for the reason given in classes.swapped_class.
     own = types.FunctionType(forward.__code__.replace(), forward.__globals__, closure=forward.__closure__)
     return functools.wraps(original.forward)(own)
 
@@ -183,14 +107,14 @@ def _innermost(original: type[nn.Module], island: Island) -> Run:
     return plain
 
 
-def _with_precision(inner: Run, island: Island) -> Run:
+def _with_precision(inner: Run, original: type[nn.Module], island: Island) -> Run:
     precision = island.precision
     if precision is None:
         return inner
     if precision == "fp32":
         return _fp32(inner)
     dtype = HALF_DTYPES[precision]
-    run = _pure(inner, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
+    run = _pure(inner, original, island, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
     return _rising(run) if island.rises else run
 
 
@@ -223,7 +147,7 @@ def _fp32(inner: Run) -> Run:
     def fp32(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = map_tensors(args, to_float32), map_tensors(kwargs, to_float32)
         device = device_type_of(self, args, kwargs)
-        if not torch.is_autocast_enabled(device):
+        if device in _WITHOUT_AUTOCAST or not torch.is_autocast_enabled(device):
             return map_tensors(inner(self, args, kwargs), to_float32)
         with torch.autocast(device, enabled=False):
             return map_tensors(inner(self, args, kwargs), to_float32)
@@ -234,6 +158,8 @@ def _fp32(inner: Run) -> Run:
 def _autocast(inner: Run, island: Island, dtype: torch.dtype) -> Run:
     def autocast(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = device_type_of(self, args, kwargs)
+        if device in _WITHOUT_AUTOCAST:
+            return inner(self, args, kwargs)
         # Without gradients the cache would keep weight copies that later forwards in the same block cannot differentiate.
         # Source: pytorch#65766, #112583.
         cached = island.cached and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()
@@ -248,12 +174,15 @@ def _autocast(inner: Run, island: Island, dtype: torch.dtype) -> Run:
     return autocast
 
 
-def _pure(inner: Run, dtype: torch.dtype) -> Run:
+def _pure(inner: Run, original: type[nn.Module], island: Island, dtype: torch.dtype) -> Run:
+    reads = island.reads
+
     def to_half(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) else tensor
+        # A tensor that is read in this type already stays itself, a buffer's stand-in too: the callee may write it.
+        return tensor.to(dtype) if tensor.dtype != dtype and tensor.dtype in _FLOATS else tensor
 
     def run(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        undo = lower(self, dtype)
+        undo = lower(self, dtype, reads)
         try:
             return inner(self, args, kwargs)
         finally:
@@ -263,12 +192,22 @@ def _pure(inner: Run, dtype: torch.dtype) -> Run:
         args, kwargs = map_tensors(args, to_half), map_tensors(kwargs, to_half)
         device = device_type_of(self, args, kwargs)
         recurrent = isinstance(self, nn.RNNBase)  # its flat weights are cast by autocast, see pure.py
-        if recurrent or torch.is_autocast_enabled(device):
+        if device not in _WITHOUT_AUTOCAST and (recurrent or torch.is_autocast_enabled(device)):
             with torch.autocast(device, dtype=dtype, enabled=recurrent, cache_enabled=False if recurrent else None):
                 return run(self, args, kwargs)
         return run(self, args, kwargs)
 
-    return pure
+    if not issubclass(original, nn.Embedding | nn.EmbeddingBag):
+        return pure
+    looked_up = _fp32(inner)
+
+    def lookup(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A sparse gradient cannot pass through a cast of the weight, and max_norm writes the weight: the rows are cast instead.
+        if self.sparse or self.max_norm is not None:
+            return map_tensors(looked_up(self, args, kwargs), to_half)
+        return pure(self, args, kwargs)
+
+    return lookup
 
 
 def _off_the_fast_path(run: Run) -> Run:
@@ -303,43 +242,3 @@ def device_type_of(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[s
     for tensor in itertools.chain(module.parameters(), tensors, module.buffers()):
         return tensor.device.type
     return "cpu"
-
-
-def swap(module: nn.Module, island: Island) -> None:
-    """Swaps the class of one instance, in place; a forward that was replaced on the instance keeps working inside."""
-    held = "forward" in module.__dict__
-    if held:
-        module.__dict__[HELD_FORWARD] = module.__dict__.pop("forward")
-        island = Island(**{**vars(island), "held": True})
-    module.__class__ = swapped_class(type(module), island)
-
-
-def is_swapped(module: nn.Module) -> bool:
-    """Whether the module's class is a swapped one, or built on one by another tool."""
-    return isinstance(module, IslandModule)
-
-
-def unswap(module: nn.Module) -> None:
-    """Gives a module its original class and forward back, in place."""
-    if not is_swapped(module):
-        return
-    module.__class__ = _without_island(type(module))
-    if HELD_FORWARD in module.__dict__:
-        module.__dict__["forward"] = module.__dict__.pop(HELD_FORWARD)
-
-
-def _without_island(kind: type[Any]) -> type[Any]:
-    if "autoprec_island" in vars(kind):
-        return kind.autoprec_original  # type: ignore[no-any-return]
-    # Another tool (FSDP2, a parametrization) built its class on ours: build the same one on the original.
-    bases = tuple(_without_island(base) if issubclass(base, IslandModule) else base for base in kind.__bases__)
-    namespace = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
-    metaclass: Any = type(kind)
-    rebuilt: type[Any] = metaclass(kind.__name__, bases, namespace)
-    return rebuilt
-
-
-def remove_islands(model: nn.Module) -> None:
-    """Takes every island out of a model, in place: for a copy or a loaded model that has no handle of its own."""
-    for module in model.modules():
-        unswap(module)

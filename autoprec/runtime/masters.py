@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from autoprec.policy import Precision
 from autoprec.runtime.dtypes import HALF_DTYPES
+from autoprec.runtime.pure import carry_back
 
 # Under autocast only parameters that every use would cast to half anyway may be half from the start: by kind, those of these names.
 _PROJECTIONS = ("weight", "bias")
@@ -45,6 +46,7 @@ class Replaced(NamedTuple):
     name: str
     master: nn.Parameter
     copy: torch.Tensor
+    version: int
 
 
 class _Copies(torch.autograd.Function):
@@ -94,15 +96,21 @@ def put_copies(model: nn.Module) -> list[Replaced]:
         for (master, places), copy in zip(found.values(), _half(masters, dtype), strict=True):
             for entries, name in places:
                 entries[name] = copy
-                replaced.append(Replaced(entries, name, master, copy))
+                replaced.append(Replaced(entries, name, master, copy, _version(copy)))
     return replaced
 
 
 def take_copies(replaced: Sequence[Replaced]) -> None:
-    """Puts the masters back, except where something else replaced the entry in between."""
-    for entries, name, master, copy in replaced:
+    """Puts the masters back, except where something else replaced the entry in between. They take over what forward wrote."""
+    for entries, name, master, copy, version in replaced:
         if entries.get(name) is copy:
             entries[name] = master
+            if _version(copy) != version:
+                carry_back(master, copy)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _half(masters: Sequence[nn.Parameter], dtype: torch.dtype) -> list[torch.Tensor]:
@@ -148,5 +156,6 @@ def _names(module: nn.Module, original: type[nn.Module], precision: Precision) -
     if not precision.endswith("_pure"):
         # A hook may read the weight, and would read another than under autocast.
         return () if module._forward_pre_hooks or module._forward_hooks else _CAST_BY_AUTOCAST.get(original, ())
-    # For the same reasons as in pure.py.
-    return () if isinstance(module, _NormBase | nn.RNNBase) else list(module._parameters)
+    # For the same reasons as in pure.py and islands.py.
+    looked_up = isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.sparse or module.max_norm is not None)
+    return () if looked_up or isinstance(module, _NormBase | nn.RNNBase) else list(module._parameters)

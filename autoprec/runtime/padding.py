@@ -30,7 +30,10 @@ def _in_compute_dtype(weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def _padded_linear(self: nn.Linear, multiple: int, x: torch.Tensor) -> torch.Tensor:
+def _padded_linear(self: nn.Linear, multiple: int, input: torch.Tensor) -> torch.Tensor:
+    x = input  # the parameter's name is that of nn.Linear.forward: it may be given by keyword
+    if x.is_nested:  # cannot be padded; the layer computes as it does without
+        return F.linear(x, self.weight, self.bias)
     rows, columns = self.weight.shape
     more_rows, more_columns = _gap(rows, multiple), _gap(columns, multiple)
     weight = F.pad(_in_compute_dtype(self.weight), (0, more_columns, 0, more_rows))
@@ -40,7 +43,8 @@ def _padded_linear(self: nn.Linear, multiple: int, x: torch.Tensor) -> torch.Ten
     return y[..., :rows].contiguous() if more_rows else y
 
 
-def _padded_conv(self: Any, multiple: int, x: torch.Tensor) -> torch.Tensor:
+def _padded_conv(self: Any, multiple: int, input: torch.Tensor) -> torch.Tensor:
+    x = input
     rows, columns = self.weight.shape[:2]
     more_rows, more_columns = _gap(rows, multiple), _gap(columns, multiple)
     around = (0, 0) * (self.weight.dim() - 2)
@@ -52,12 +56,14 @@ def _padded_conv(self: Any, multiple: int, x: torch.Tensor) -> torch.Tensor:
     if not more_rows:
         return y
     channels = y.dim() - self.weight.dim() + 1  # 1 for a batch of images, 0 for a single one
-    layout = torch.channels_last if y.dim() == 4 and _is_channels_last(y) else torch.contiguous_format
-    return y.narrow(channels, 0, rows).contiguous(memory_format=layout)
+    return y.narrow(channels, 0, rows).contiguous(memory_format=_layout_of(y))
 
 
-def _is_channels_last(y: torch.Tensor) -> bool:
-    return y.is_contiguous(memory_format=torch.channels_last) and not y.is_contiguous()
+def _layout_of(y: torch.Tensor) -> torch.memory_format:
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(y.dim())
+    if layout is None or y.is_contiguous() or not y.is_contiguous(memory_format=layout):
+        return torch.contiguous_format
+    return layout
 
 
 _PADDED: dict[Any, PaddedForward] = {
@@ -68,9 +74,16 @@ _PADDED: dict[Any, PaddedForward] = {
 }
 
 
+# What the forwards above call; a subclass may replace it (weight standardisation) and then sees the weight before padding.
+_CONV_FORWARDS = {kind._conv_forward for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)}
+
+
 def padded_forward(cls: type[nn.Module]) -> PaddedForward | None:
     """The padded counterpart of a class's forward, or None where the class computes something else than its kind's own."""
-    return _PADDED.get(cls.forward)
+    own = _PADDED.get(cls.forward)
+    if own is _padded_conv and getattr(cls, "_conv_forward", None) not in _CONV_FORWARDS:
+        return None
+    return own
 
 
 def check_paddable(name: str, module: nn.Module) -> None:

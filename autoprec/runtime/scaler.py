@@ -17,13 +17,19 @@ from autoprec.policy import LossScale
 # Updates between two looks at the scale where no skip is known without asking the device: each look waits for the GPU.
 # Source: a look costs one synchronisation; one in 100 steps is under 1% even where a step is only as long as the wait itself.
 _LOOK_EVERY_UPDATES = 100
+# The scale never grows past this (where the policy starts higher: past one growth of its start): with tiny losses and a short growth
+# interval torch's scaler doubles on until the scaled loss or the scale itself overflows float32 (pytorch#98828). At 2^24 the
+# smallest gradient that fp16 can hold, 2^-24, stands for a true gradient of 2^-48; more scale rescues nothing a float32 optimizer
+# step would feel. Source: max_loss_scale=2.**24, the default of NVIDIA Apex's dynamic LossScaler.
+MAX_SCALE = 2.0**24
 
 
 class PolicyScaler(torch.amp.GradScaler):
     """A ``torch.amp.GradScaler`` with a policy's numbers.
 
     Disabled (every call passes through) where the policy has no fp16 layer. Enabled, it refuses optimizers that need a closure,
-    warns once when the scale falls under the policy's floor, and knows whether the last step was skipped.
+    warns once when the scale falls under the policy's floor, never grows it past ``MAX_SCALE``, and knows whether the last step
+    was skipped.
     """
 
     def __init__(self, device: str, settings: LossScale, *, enabled: bool) -> None:
@@ -36,6 +42,8 @@ class PolicyScaler(torch.amp.GradScaler):
             enabled=enabled,
         )
         self._floor = settings.floor
+        # One growth short of the limit: at most one lies between two looks in update().
+        self._ceiling = max(MAX_SCALE / settings.growth_factor, settings.init)
         self._warned = False
         self._updates = 0
         self._outcome: bool | torch.Tensor = False
@@ -105,6 +113,8 @@ class PolicyScaler(torch.amp.GradScaler):
             return
         self._last, self._stepped = self._stepped, []
         self._updates += 1
+        if self._updates % self._growth_interval == 0 and new_scale is None:
+            _at_most(self._scale, self._ceiling)
         known_skip = any(entry is False for entry in self._last)
         if not self._warned and (known_skip or self._updates % _LOOK_EVERY_UPDATES == 0):
             self._alarm(self.get_scale())
@@ -148,6 +158,11 @@ class PolicyScaler(torch.amp.GradScaler):
                 hint="Start with the policy's initial scale: skip load_state_dict for the scaler when resuming.",
             )
         super().load_state_dict(state_dict)
+
+
+def _at_most(scale: torch.Tensor | None, most: float) -> None:
+    if scale is not None:
+        scale.clamp_(max=most)  # on the device, without waiting for it
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:

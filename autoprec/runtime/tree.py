@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
@@ -92,6 +93,10 @@ def _map_mapping(value: Mapping[Any, Any], fn: TensorFunction) -> Any:
         return value
     if not isinstance(value, MutableMapping):
         return cast(Any, type(value))(items)
+    if type(value) is OrderedDict:  # torch.compile follows its making, not its copying
+        return OrderedDict(items)
+    if type(value) is defaultdict:
+        return defaultdict(value.default_factory, items)
     twin = copy.copy(value)
     for key, item in items.items():
         twin[key] = item
@@ -103,8 +108,9 @@ def _map_dataclass(value: Any, fn: TensorFunction) -> Any:
     items = {name: _map(getattr(value, name), fn) for name in names}
     if _same([getattr(value, name) for name in names], items.values()):
         return value
-    twin = copy.copy(value)
-    for name, item in items.items():
+    # Not copy.copy: it fails on a frozen dataclass with slots, and torch.compile does not follow it.
+    twin = object.__new__(type(value))
+    for name, item in (getattr(value, "__dict__", {}) | items).items():
         # Past a frozen dataclass's own __setattr__: the twin is new, nobody else holds it.
         object.__setattr__(twin, name, item)
     return twin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -255,3 +256,26 @@ def test_a_forward_beside_one_that_waits_for_its_backward_runs_without_a_graph()
     sum(losses).backward()
     run(X)
     assert calls == ["graph", "plain", "graph", "graph", "graph", "plain", "graph"]
+
+
+class Mapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(7, 3)
+
+    def forward(self, *, batch: Any) -> Any:
+        y = self.fc(batch["x"].logits)
+        return collections.OrderedDict(y=y, more=collections.defaultdict(list, z=[Output(y, {})]))
+
+
+@pytest.mark.parametrize("default", PRECISIONS)
+def test_ordered_and_default_dicts_and_dataclasses_inside_compile_whole(default: Precision) -> None:
+    model = nn.ModuleDict({"inner": Mapping()})
+    model.forward = lambda **batch: model["inner"](batch=batch)  # type: ignore[method-assign]
+    applied = apply_policy(model, policy_for(model, "bf16" if default == "fp32" else "fp32", {"inner": default}))
+    out = torch.compile(model["inner"], fullgraph=True, backend="aot_eager")(batch={"x": Output(X, {})})
+    assert type(out) is collections.OrderedDict
+    assert type(out["more"]) is collections.defaultdict
+    assert type(out["more"]["z"][0]) is Output
+    torch.testing.assert_close(out["y"], model(x=Output(X, {}))["y"], rtol=0.02, atol=0.02)
+    applied.remove()

@@ -18,7 +18,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from autoprec.policy import PRECISIONS, Precision
 from autoprec.runtime import apply_policy, remove_islands
-from autoprec.runtime.islands import Island, swap
+from autoprec.runtime.classes import swap
+from autoprec.runtime.islands import Island
 
 X = torch.linspace(-1, 1, 28).reshape(4, 7)
 

@@ -225,3 +225,30 @@ def test_outputs_come_back_as_computed_or_in_float32_as_the_policy_says(precisio
         applied = apply_policy(model, policy_for(model, precision, outputs=outputs))
         assert model(torch.ones(2, 7)).dtype == expected
         applied.remove()
+
+
+class Renormed(nn.Module):
+    """Writes its own weight in forward, and holds an embedding that renormalises its rows and one with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.sparse = nn.Embedding(6, 4, max_norm=0.5), nn.Embedding(6, 4, sparse=True)
+        self.scale, self.head = nn.Parameter(torch.full((4,), 1.0001)), nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale[0] = 2.0
+        return self.head((self.rows(ids) + self.sparse(ids)) * self.scale)
+
+
+def test_what_forward_writes_into_a_weight_reaches_the_master() -> None:
+    torch.manual_seed(0)
+    model = Renormed()
+    applied = apply_policy(model, policy_for(model, "bf16_pure", weights="half_with_masters"))
+    before = model.scale.detach().clone()
+    model(torch.arange(6)).sum().backward()
+    applied.remove()
+    assert model.scale[0] == 2.0
+    assert torch.equal(model.scale[1:], before[1:])  # not rounded to bf16 and back
+    assert model.rows.weight.norm(dim=1).max() <= 0.5 + 1e-3
+    assert model.sparse.weight.grad is not None and model.sparse.weight.grad.is_sparse

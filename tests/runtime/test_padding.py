@@ -167,3 +167,43 @@ def test_a_padded_length_is_the_next_multiple(length: int, multiple: int) -> Non
     padded = pad_batch({"x": torch.ones(1, length)}, multiple)["x"].shape[1]
     assert padded % multiple == 0
     assert length <= padded < length + multiple
+
+
+class Standardised(nn.Conv2d):
+    def _conv_forward(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return super()._conv_forward(input, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+
+def test_a_convolution_that_changes_its_weight_on_the_way_is_refused() -> None:
+    model = nn.Sequential(Standardised(3, 5, 3))
+    with pytest.raises(PolicyError, match="'0' is a Standardised and cannot be padded"):
+        apply_policy(model, policy_for(model, "fp32", pad={"0": 8}))
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.Linear(7, 5), (3, 7)), (nn.Conv2d(3, 5, 3), (1, 3, 7, 7))])
+def test_a_padded_layer_takes_its_input_by_keyword(layer: nn.Module, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(layer)
+    x = torch.randn(shape)
+    expected = layer(input=x)
+    applied = apply_policy(model, policy_for(model, "fp32", pad={"0": 8}))
+    torch.testing.assert_close(model[0](input=x), expected)
+    applied.remove()
+
+
+def test_a_padded_layer_takes_a_nested_tensor() -> None:
+    model = nn.Sequential(nn.Linear(7, 5))
+    ragged = torch.nested.nested_tensor([torch.ones(2, 7), torch.ones(3, 7)], layout=torch.jagged)
+    expected = model(ragged)
+    applied = apply_policy(model, policy_for(model, "fp32", pad={"0": 8}))
+    torch.testing.assert_close(model(ragged).values(), expected.values())
+    applied.remove()
+
+
+def test_volumes_laid_out_channels_last_stay_so_through_a_padded_convolution() -> None:
+    model = nn.Sequential(nn.Conv3d(3, 5, 2))
+    x = torch.randn(2, 3, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+    expected = model(x)
+    applied = apply_policy(model, policy_for(model, "fp32", pad={"0": 8}))
+    assert model(x).stride() == expected.stride()
+    assert model(x).is_contiguous(memory_format=torch.channels_last_3d)
+    applied.remove()

@@ -247,3 +247,25 @@ def test_accumulation_gives_the_gradient_of_the_whole_batch() -> None:
     for part in x.chunk(4):
         scaler.scale(model(part).square().mean() / 4).backward()
     torch.testing.assert_close(model[0].weight.grad, whole)
+
+
+@pytest.mark.parametrize("interval", [1, 2, 7])
+def test_the_scale_stops_growing_at_two_to_the_24_however_long_training_goes_well(interval: int) -> None:
+    model, applied = setup(init=2.0**20, growth_interval=interval)
+    scaler, optimizer = applied.grad_scaler(), torch.optim.SGD(model.parameters(), lr=0.0)
+    scales = []
+    for _ in range(12 * interval):
+        step(model, scaler, optimizer, 1e-30)
+        scales.append(scaler.get_scale())
+    assert max(scales) == 2.0**23
+    assert scales[-1] == 2.0**23
+    step(model, scaler, optimizer, float("inf"))
+    assert scaler.get_scale() == 2.0**22
+
+
+def test_a_policy_that_starts_above_the_limit_keeps_its_start() -> None:
+    model, applied = setup(init=2.0**26, growth_interval=1)
+    scaler, optimizer = applied.grad_scaler(), torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        step(model, scaler, optimizer, 1e-30)
+        assert scaler.get_scale() == 2.0**26

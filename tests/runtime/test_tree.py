@@ -111,3 +111,29 @@ def test_every_float_tensor_is_reached_and_nothing_else_changes(value: Any) -> N
     mapped = map_tensors(value, half)
     assert type(mapped) is type(value)
     assert [half(t).dtype for t in iter_tensors(value)] == [t.dtype for t in iter_tensors(mapped)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Slotted:
+    __slots__ = ("label", "x")
+    x: torch.Tensor
+    label: str
+
+
+def test_a_frozen_dataclass_with_slots_is_mapped() -> None:
+    mapped = map_tensors(Slotted(X, "cat"), half)
+    assert type(mapped) is Slotted
+    assert (mapped.x.dtype, mapped.label) == (torch.float16, "cat")
+
+
+def test_a_default_dict_keeps_its_factory() -> None:
+    mapped = map_tensors(collections.defaultdict(list, a=X), half)
+    assert type(mapped) is collections.defaultdict
+    assert mapped["a"].dtype == torch.float16
+    assert mapped["missing"] == []
+
+
+def test_a_dataclass_keeps_attributes_that_are_no_fields() -> None:
+    plain = dataclasses.make_dataclass("Plain", ["x"])(X)
+    plain.note = "kept"
+    assert map_tensors(plain, half).note == "kept"
