@@ -36,6 +36,7 @@ class AppliedPolicy:
         self._undos = undos
         self._swapped = dict(swapped)
         self._scaler: PolicyScaler | None = None
+        self._half = HALF_DTYPES.get(policy.default)
         self._anchor = _first_parameter(unwrap(model))
 
     @property
@@ -54,10 +55,12 @@ class AppliedPolicy:
         Args:
             cache_enabled: False turns autocast's weight cache off, which selective activation checkpointing needs.
         """
-        dtype = HALF_DTYPES.get(self.policy.default)
-        if dtype is None or self.device_type == "meta":
+        if self._half is None:
             return contextlib.nullcontext()
-        return torch.autocast(self.device_type, dtype=dtype, cache_enabled=cache_enabled)
+        device = self.device_type
+        if device == "meta":
+            return contextlib.nullcontext()
+        return torch.autocast(device, dtype=self._half, cache_enabled=cache_enabled)
 
     def grad_scaler(self) -> PolicyScaler:
         """A new ``torch.amp.GradScaler`` with the policy's numbers, disabled where no layer is fp16.

@@ -57,7 +57,7 @@ class PolicyScaler(torch.amp.GradScaler):
         Raises:
             PolicyError: the optimizer needs a closure, or one was given, while scaling is on.
         """
-        if not self.is_enabled():
+        if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
         if self._meet(optimizer) or "closure" in kwargs or any(callable(arg) for arg in args):
             raise PolicyError(
