@@ -191,7 +191,8 @@ def _speed(outcome: Outcome) -> float:
 
 
 def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[str, Policy]:
-    """A repaired policy by role for every compute type whose fastest plan diverges; empty where none does."""
+    """Of every compute type the fastest plan by role: as it is where it trains and no trial was it, repaired where it diverges."""
+    tried = {candidate.policy.setup_hash() for candidate in found.candidates}
     allowed, _ = allowed_precisions(search_space, context.look, context.target.precisions)
     repaired: dict[str, Policy] = {}
     for dtype, plans in found.space.plans.items():
@@ -200,7 +201,11 @@ def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[
             continue
         policy = _with_plan(base, plans[-1], found)
         outcome = context.evaluate(policy, context.trial_window("repair"), role="repair")
-        if found.yardstick.feasible(outcome) or not _lies_in_layers(outcome):
+        if found.yardstick.feasible(outcome):
+            # A short study may not have come to it.
+            repaired |= {} if policy.setup_hash() in tried else {f"fastest_{dtype}": policy}
+            continue
+        if not _lies_in_layers(outcome):
             continue
         context.progress.stage(f"repair of {dtype}", MAX_REPAIR_WINDOWS)
         mended = _repair(context, found, policy, plans[-1], outcome, allowed)
