@@ -28,19 +28,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autoprec.bench.bench import Bench
 from autoprec.bench.gpus import find_gpu
 from autoprec.bench.target import Target, resolve_target
-from autoprec.policy import PRECISIONS, Batch, Policy, Precision
+from autoprec.policy import PRECISIONS, Policy, Precision
 from autoprec.records import Failure, Look, Measurement, Outcome, Profile, Window, evaluation_key
 from autoprec.session.context import Context
 from autoprec.session.logbook import Logbook
 from autoprec.session.progress import Silent
 from autoprec.session.reference import run_reference, twin_noise
-from autoprec.session.search import Found, run_search
+from autoprec.session.search import run_search
 from autoprec.session.settings import Plan, Settings
 from autoprec.session.verification import Verified, run_verification
 from autoprec.tune.assignment import assess
@@ -133,14 +134,14 @@ def target_here() -> Target:
     return replace(target, timing="predicted", gpu=target.gpu or find_gpu(STAND_IN))
 
 
-def search(bench: EvenBench, target: Target, name: str, settings: Settings, plan: Plan) -> tuple[Context, Found, Verified]:
+def search(bench: EvenBench, target: Target, name: str, settings: Settings, plan: Plan) -> tuple[Context, Verified]:
     """The stages of a tune, with a fresh folder that is thrown away."""
     look = bench.look()
     with tempfile.TemporaryDirectory() as path, RunFolder.open(path, identity_of(look, target, name)) as folder:
         context = Context(settings, target, bench, look, plan, folder, Logbook(Silent()), time.monotonic())
         run_reference(context)
         found = run_search(context, load_search_space(SEARCHES[name]))
-        return context, found, run_verification(context, found)
+        return context, run_verification(context, found)
 
 
 def identity_of(look: Look, target: Target, search_name: str) -> Identity:
@@ -161,7 +162,7 @@ def report(path: Path, target: Target, names: Sequence[str], settings: Settings,
     rows = []
     for name in names:
         began = time.perf_counter()
-        context, found, verified = search(bench, target, name, settings, plan)
+        context, verified = search(bench, target, name, settings, plan)
         passed = [arm for arm in verified.arms if arm.verdict is not None and arm.verdict.status == "passed"]
         limit = max(WRONG_FROM, twin_noise(context, plan.verify_seeds))
         gaps = {arm.name: fresh_gap(bench, context, arm.policy, limit) for arm in passed}
@@ -169,7 +170,7 @@ def report(path: Path, target: Target, names: Sequence[str], settings: Settings,
         shown = {"": verified.chosen} if name == "fp16" else {"": verified.chosen, " (fp16)": fastest_fp16(verified)}
         for suffix, arm in shown.items():
             if arm is not None:
-                row = row_of(path, f"{name}{suffix}", arm, guilty_of(path), gaps)
+                row = row_of(path, f"{name}{suffix}", arm, tuple(trap_of(path)["layers"]), gaps)
                 seconds = time.perf_counter() - began
                 rows.append(
                     replace(row, passed=len(passed), wrong=wrong, windows=len(context.folder.candidates), seconds=seconds)
@@ -223,13 +224,14 @@ def fresh_gap(bench: EvenBench, context: Context, policy: Policy, limit: float) 
     return statistics.fmean(gaps)
 
 
-def guilty_of(path: Path) -> tuple[str, ...]:
-    """The layers that the file says must not run in fp16."""
+def trap_of(path: Path) -> dict[str, Any]:
+    """What the file says of its trap."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return tuple(module.TRAP["layers"])
+    trap: dict[str, Any] = module.TRAP
+    return trap
 
 
 def plan_of(trial_steps: int, verify_steps: int) -> Plan:

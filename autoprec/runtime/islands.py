@@ -46,7 +46,10 @@ class Island:
 
     Attributes:
         precision: computes in this precision; None keeps the surroundings'.
-        outside: precision around it; None for the root. Where it is None or fp32, outputs come back in float32.
+        outside: precision around it; None for the root. Where it is None or fp32, outputs come back in float32. Between two half
+            types tensors are cast towards bf16 only, where nothing overflows: on entering a bf16 island from fp16, and on leaving
+            an fp16 one for bf16. Autocast alone casts matmuls and convolutions, and the other operations of a bf16 island
+            would run on its neighbours' fp16 tensors.
         cached: may use autocast's weight-cast cache. Off where another half type in the model could have filled it: the cache
             is keyed by the weight alone.
         multiple: sizes are padded up to multiples of this; 0 for none.
@@ -189,7 +192,11 @@ def _with_precision(inner: Run, island: Island) -> Run:
         return _fp32(inner)
     dtype = HALF_DTYPES[precision]
     run = _pure(inner, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
-    return _rising(run) if island.outside in (None, "fp32") else run
+    if island.outside in (None, "fp32"):
+        return _rising(run)
+    if HALF_DTYPES[island.outside] == dtype:
+        return run
+    return _widened(run, enters=dtype == torch.bfloat16)
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,6 +209,23 @@ def _rising(run: Run) -> Run:
         return map_tensors(run(self, args, kwargs), to_float32)
 
     return rising
+
+
+def to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    """A half tensor in bfloat16; any other as it is."""
+    return tensor.bfloat16() if tensor.dtype == torch.float16 else tensor
+
+
+def _widened(run: Run, *, enters: bool) -> Run:
+    """Casts fp16 to bf16 at the border of two half types: of what enters a bf16 island, or of what leaves an fp16 one."""
+
+    def entering(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run(self, map_tensors(args, to_bfloat16), map_tensors(kwargs, to_bfloat16))
+
+    def leaving(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tensors(run(self, args, kwargs), to_bfloat16)
+
+    return entering if enters else leaving
 
 
 def _fp32(inner: Run) -> Run:
