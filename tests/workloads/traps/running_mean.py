@@ -50,7 +50,7 @@ def batches(batch_size, seed):
     generator = torch.Generator().manual_seed(seed)
     while True:
         level = torch.randn(batch_size, 1, 1, generator=generator)
-        x = 48 + 6 * level + 10 * torch.randn(batch_size, STEPS, 1, generator=generator)
+        x = 48 + 8 * level + 10 * torch.randn(batch_size, STEPS, 1, generator=generator)
         yield x, level[..., 0].expand(-1, STEPS // 64) + 0.3 * torch.randn(batch_size, STEPS // 64, generator=generator)
 
 

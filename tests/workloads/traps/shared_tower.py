@@ -17,7 +17,7 @@ TRAP = {
 
 class Energy(nn.Module):
     def forward(self, x):
-        return torch.log(1 + x * x / 4)
+        return torch.sign(x) * torch.log(1 + x * x / 4)
 
 
 class Tower(nn.Module):

@@ -15,7 +15,7 @@ TRAP = {
 
 class Power(nn.Module):
     def forward(self, x):
-        return torch.log1p(x * x)
+        return torch.sign(x) * torch.log1p(x * x)
 
 
 class Spread(nn.Module):
