@@ -57,8 +57,8 @@ SEARCHES = {"fp16": str(HERE / "fp16_only.toml"), "all": "default"}
 STAND_IN = "h200"  # the card a CPU stands in for, and whose table row an unknown GPU gets: its times are not used
 LAYER_S = 1e-3
 SHARE_OF_FP32 = {"fp32": 1.0, "fp16": 0.5, "bf16": 0.5, "fp16_pure": 0.45, "bf16_pure": 0.45}
-# A policy that passed may depart this far from FP32 on other seeds. Own choice: three times the tolerance of a verdict, because
-# few seeds are noisier than a verdict's interval; one seed is enough where it stays within.
+# What tracking FP32 means for these workloads, in a verdict and on fresh seeds. Own choice, and what the planted traps are made
+# for: models this small scatter by a percent. A fresh seed is enough where it stays within, otherwise all are averaged.
 WRONG_FROM = 0.03
 FRESH_SEEDS = (1001, 1002, 1003, 1004)
 
@@ -165,7 +165,8 @@ def report(path: Path, target: Target, names: Sequence[str], settings: Settings,
         context, verified = search(bench, target, name, settings, plan)
         passed = [arm for arm in verified.arms if arm.verdict is not None and arm.verdict.status == "passed"]
         limit = max(WRONG_FROM, twin_noise(context, plan.verify_seeds))
-        gaps = {arm.name: fresh_gap(bench, context, arm.policy, limit) for arm in passed}
+        low = [arm for arm in passed if set(arm.policy.precisions().values()) != {"fp32"}]
+        gaps = {arm.name: fresh_gap(bench, context, arm.policy, limit) for arm in low}
         wrong = tuple(f"{arm} {gap:+.1%}" for arm, gap in gaps.items() if not gap <= limit)
         shown = {"": verified.chosen} if name == "fp16" else {"": verified.chosen, " (fp16)": fastest_fp16(verified)}
         for suffix, arm in shown.items():
@@ -234,13 +235,13 @@ def trap_of(path: Path) -> dict[str, Any]:
     return trap
 
 
-def plan_of(trial_steps: int, verify_steps: int) -> Plan:
+def plan_of(trial_steps: int, verify_steps: int, verify_seeds: int = 3) -> Plan:
     """Windows of fixed length, so that a run does not depend on the machine's speed."""
     return Plan(
         trial_steps=trial_steps,
         trial_warmup_steps=4,
         verify_steps=verify_steps,
-        verify_seeds=3,
+        verify_seeds=verify_seeds,
         timed_steps=20,
         timeout_s=600.0,
     )
@@ -287,11 +288,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--trials", type=int, default=6)
     parser.add_argument("--trial-steps", type=int, default=48)
     parser.add_argument("--verify-steps", type=int, default=96)
+    parser.add_argument("--tolerance", type=float, default=WRONG_FROM, help="largest loss gap that passes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     options = parser.parse_args(argv)
     names = list(SEARCHES) if options.search == "both" else [options.search]
-    settings = Settings("trap", trials=options.trials, budget_s=3600.0, execution="eager", seed=options.seed)
+    settings = Settings(
+        "trap", trials=options.trials, budget_s=3600.0, execution="eager", tolerance=options.tolerance, seed=options.seed
+    )
     plan, target = plan_of(options.trial_steps, options.verify_steps), target_here()
     print(f"{target.numerics}; made-up times: half precision takes half of FP32's\n{HEAD}", flush=True)
     began, rows = time.perf_counter(), []

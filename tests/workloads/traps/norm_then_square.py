@@ -17,7 +17,7 @@ TRAP = {
 
 class Square(nn.Module):
     def forward(self, x):
-        return torch.log1p(x * x) * torch.sign(x)
+        return x * x.abs() / 2**16
 
 
 class Model(nn.Module):
@@ -36,7 +36,7 @@ def build_model():
 
 
 def build_optimizer(model):
-    return torch.optim.Adam(model.parameters(), lr=1e-3)
+    return torch.optim.Adam(model.parameters(), lr=3e-3)
 
 
 def batches(batch_size, seed):
