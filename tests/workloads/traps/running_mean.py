@@ -51,7 +51,7 @@ def batches(batch_size, seed):
     while True:
         level = torch.randn(batch_size, 1, 1, generator=generator)
         x = 48 + 8 * level + 10 * torch.randn(batch_size, STEPS, 1, generator=generator)
-        yield x, level[..., 0].expand(-1, STEPS // 64) + 0.3 * torch.randn(batch_size, STEPS // 64, generator=generator)
+        yield x, level[..., 0].expand(-1, STEPS // 64) + 0.6 * torch.randn(batch_size, STEPS // 64, generator=generator)
 
 
 def loss(model, batch):
