@@ -75,7 +75,7 @@ class Look(Record):
         effective_batch: samples of one optimizer step.
         micro_batches: the micro-batches that divide it and into which a batch can really be split, largest first.
         unsplittable: why the batch cannot be split, or an empty string.
-        odd_layers: layers with a feature or channel count that is not a multiple of 8.
+        odd_layers: layers with a feature or channel count that is not a multiple of 8 and that can be padded to one.
         has_conv: whether any layer runs a convolution over images (channels_last has a meaning).
         outputs: whether the loss needs the model's outputs in float32, or casts what it must itself (``computed``).
         loss: the FP32 loss of the first batch.

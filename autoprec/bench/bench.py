@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from autoprec.bench.arms import interleave
 from autoprec.bench.data import Start
 from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
-from autoprec.bench.profile import profile
+from autoprec.bench.profile import profile, rescore
 from autoprec.bench.roofline import RooflineSpeed
 from autoprec.bench.target import Target, cap_memory
 from autoprec.bench.window import run_window
@@ -63,6 +64,14 @@ class Bench:
             self._workload = check_workload(self._workload, self._target.device)
             self._is_checked = True
         return self._workload
+
+    def rescore(self, policy: Policy) -> dict[str, float]:
+        """Harm of every layer under a policy, its other layers active; infinite where a layer's own results are not finite.
+
+        Forward errors only: how gradients fare is the loss scale's business and was scored with the profile.
+        """
+        scores = rescore(self._workload, self._target, self.look(), policy)
+        return {name: math.inf if entry.bad else entry.harm + entry.output for name, entry in scores.items()}
 
     def _traced(self) -> tuple[Look, OpTrace]:
         if self._look is None or self._trace is None:

@@ -102,7 +102,9 @@ def _compute_dtype(op: Op, precision: Precision, floats: list[Value], state: _St
     if rule == "float32":
         return "fp32", rule
     # A norm kernel reads half activations with float32 parameters and answers in half.
-    return _widest(floats[:1] if op.kind == "norm" else floats, state), rule
+    found = _widest(floats[:1] if op.kind == "norm" else floats, state)
+    # What enters a bf16 island in fp16 is cast at its border.
+    return (low if (found, low) == ("fp16", "bf16") else found), rule
 
 
 def _widest(floats: list[Value], state: _State) -> Dtype:

@@ -109,6 +109,11 @@ class IsolatedBench:
         profile: Profile = self._stage("profile", tuple(precisions))
         return profile
 
+    def rescore(self, policy: Policy) -> dict[str, float]:
+        """See ``Bench.rescore``. Raises WorkerError where the worker dies, hangs or breaks."""
+        harms: dict[str, float] = self._stage("rescore", policy)
+        return harms
+
     def window(self, policy: Policy, window: Window) -> Outcome:
         """See ``Bench.window``; a worker that dies, hangs or breaks is a Failure.
 

@@ -21,6 +21,7 @@ from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.bench.workload_check import obstacle_of
 from autoprec.errors import WorkloadError
 from autoprec.records import Look
+from autoprec.runtime.padding import why_unpaddable
 
 # Sizes of tensor-core operands: 16-bit matmuls and convolutions run at full rate where they are multiples of 8.
 # Source: NVIDIA, Deep Learning Performance Guide, "Tensor Core Requirements".
@@ -134,23 +135,18 @@ def _try_optimizer(workload: Workload, model: nn.Module) -> tuple[int, str]:
 
 
 def odd_layers(model: nn.Module, traced: Traced) -> tuple[str, ...]:
-    """Layers that multiply matrices or convolve with a feature, channel or head size that is not a multiple of 8."""
+    """Layers that multiply matrices or convolve with a feature or channel size off the multiples of 8, and that can be padded."""
     modules = dict(model.named_modules())
     heavy = {op.layer for op in traced.op_trace.ops if op.is_heavy}
     return tuple(
-        layer.name for layer in traced.layers if layer.name in heavy and _is_odd(modules[layer.name], traced, layer.name)
+        layer.name
+        for layer in traced.layers
+        if layer.name in heavy and _is_odd(modules[layer.name]) and not why_unpaddable(modules[layer.name])
     )
 
 
-def _is_odd(module: nn.Module, traced: Traced, name: str) -> bool:
-    sizes: list[int] = []
-    for parameter in module.parameters(recurse=False):
-        if parameter.dim() >= 2:
-            depthwise = getattr(module, "groups", 1) != 1
-            sizes.extend(parameter.shape[:1] if depthwise else parameter.shape[:2])
-    for op in traced.op_trace.ops:
-        if op.layer == name and op.kind == "attention" and op.phase == "forward":
-            sizes.extend(value.shape[-1] for value in op.inputs[:3])
+def _is_odd(module: nn.Module) -> bool:
+    sizes = [size for parameter in module.parameters(recurse=False) if parameter.dim() >= 2 for size in parameter.shape[:2]]
     return any(size % MULTIPLE for size in sizes)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,8 @@ from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
 from autoprec.records import LayerProfile, Look, Profile, Risk
 from autoprec.runtime import apply_policy
+
+_T = TypeVar("_T")
 
 SCREEN_STEPS = 3
 """FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late
@@ -139,17 +141,22 @@ class Scoring:
 
 def _sensitivity(subject: _Subject, index: int, precisions: Sequence[Precision], recorded: Sequence[StepRanges]) -> Scoring:
     """Scores one batch, or the largest part of it whose recording fits into memory."""
+    return _with_what_fits(subject, index, lambda part: _score_part(subject, part, precisions, recorded))
+
+
+def _with_what_fits(subject: _Subject, index: int, run: Callable[[Any], _T]) -> _T:
+    """Runs over a batch, or over the largest part of it that fits into memory."""
     sizes = subject.look.micro_batches
     if subject.target.device != "cuda":
         sizes = tuple(size for size in sizes if size <= CPU_SAMPLES) or sizes[-1:]
     for size in sizes[:-1]:
         try:
-            return _score_part(subject, subject.part(index, size), precisions, recorded)
+            return run(subject.part(index, size))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         free_memory()
-    return _score_part(subject, subject.part(index, sizes[-1]), precisions, recorded)
+    return run(subject.part(index, sizes[-1]))
 
 
 def _score_part(subject: _Subject, part: Any, precisions: Sequence[Precision], recorded: Sequence[StepRanges]) -> Scoring:
@@ -200,14 +207,17 @@ def rescore(
 
     Inputs are exact but arrive in the dtypes of the policy, so what an assignment changes for its neighbours is seen.
     """
-    with untouched_random_state():
-        size = max(look.micro_batches[-1], min(look.micro_batches[0], CPU_SAMPLES) if look.micro_batches[0] <= CPU_SAMPLES else 0)
-        subject = _subject(workload, target, look, size, seed, 0)
-        scene = _scene(subject, subject.part(0, size))
+    plain = policy.model_copy(update={"execution": "eager", "backend": Backend()})
+
+    def scored(subject: _Subject, part: Any) -> dict[str, Score]:
+        scene = _scene(subject, part)
         tape = record(scene)
         twin = twin_errors(scene, tape, uniform_policy(look, "fp32"))
-        plain = policy.model_copy(update={"execution": "eager", "backend": Backend()})
         return score(scene, tape, twin, lambda _lifted: plain, scale=scale)[0]
+
+    with untouched_random_state():
+        subject = _subject(workload, target, look, look.micro_batches[0], seed, 0)
+        return _with_what_fits(subject, 0, lambda part: scored(subject, part))
 
 
 def uniform_policy(look: Look, precision: Precision, *, lifted: Sequence[str] = (), backend: Backend | None = None) -> Policy:

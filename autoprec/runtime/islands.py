@@ -42,7 +42,9 @@ class Island:
 
     Attributes:
         precision: computes in this precision; None keeps the surroundings'.
-        outside: precision around it; None for the root.
+        outside: precision around it; None for the root. Between two half types tensors are cast towards bf16 only, where nothing
+            overflows: on entering a bf16 island from fp16, and on leaving an fp16 one for bf16. Autocast alone casts matmuls and
+            convolutions, and the other operations of a bf16 island would run on its neighbours' fp16 tensors.
         rises: floating outputs come back in float32.
         cached: may use autocast's weight-cast cache. Off where another half type in the model could have filled it: the cache
             is keyed by the weight alone.
@@ -115,7 +117,11 @@ def _with_precision(inner: Run, original: type[nn.Module], island: Island) -> Ru
         return _fp32(inner)
     dtype = HALF_DTYPES[precision]
     run = _pure(inner, original, island, dtype) if precision.endswith("_pure") else _autocast(inner, island, dtype)
-    return _rising(run) if island.rises else run
+    if island.rises:
+        return _rising(run)
+    if HALF_DTYPES.get(island.outside or precision) in (None, dtype):
+        return run
+    return _widened(run, enters=dtype == torch.bfloat16)
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
@@ -141,6 +147,23 @@ def _with_copies(run: Run) -> Run:
             take_copies(replaced)
 
     return with_copies
+
+
+def to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    """A half tensor in bfloat16; any other as it is."""
+    return tensor.bfloat16() if tensor.dtype == torch.float16 else tensor
+
+
+def _widened(run: Run, *, enters: bool) -> Run:
+    """Casts fp16 to bf16 at the border of two half types: of what enters a bf16 island, or of what leaves an fp16 one."""
+
+    def entering(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return run(self, map_tensors(args, to_bfloat16), map_tensors(kwargs, to_bfloat16))
+
+    def leaving(self: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return map_tensors(run(self, args, kwargs), to_bfloat16)
+
+    return entering if enters else leaving
 
 
 def _fp32(inner: Run) -> Run:

@@ -86,19 +86,24 @@ def padded_forward(cls: type[nn.Module]) -> PaddedForward | None:
     return own
 
 
+def why_unpaddable(module: nn.Module) -> str:
+    """Why padding could change a layer's function, or an empty string where it cannot."""
+    if padded_forward(type(module)) is None:
+        return "only Linear and Conv1d/2d/3d with torch's own forward can be padded"
+    if "forward" in module.__dict__:
+        return "its forward was replaced on the instance"
+    if getattr(module, "groups", 1) != 1:
+        return "padding a grouped convolution would move channels between groups"
+    return ""
+
+
 def check_paddable(name: str, module: nn.Module) -> None:
     """Refuses layers whose function padding could change.
 
     Raises:
         PolicyError: neither Linear nor Conv, a subclass or instance with a forward of its own, or a grouped convolution.
     """
-    reason = ""
-    if padded_forward(type(module)) is None:
-        reason = "only Linear and Conv1d/2d/3d with torch's own forward can be padded"
-    elif "forward" in module.__dict__:
-        reason = "its forward was replaced on the instance"
-    elif getattr(module, "groups", 1) != 1:
-        reason = "padding a grouped convolution would move channels between groups"
+    reason = why_unpaddable(module)
     if reason:
         raise PolicyError(
             f"padding.layers: '{name}' is a {type(module).__name__} and cannot be padded: {reason}.",

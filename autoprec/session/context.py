@@ -31,6 +31,9 @@ class Measuring(Protocol):
     def profile(self, precisions: Sequence[Precision]) -> Profile:
         """Costs and risks of every layer."""
 
+    def rescore(self, policy: Policy) -> dict[str, float]:
+        """Harm of every layer under a policy, its other layers active; infinite where a layer's results are not finite."""
+
 
 # Share of the budget that the study leaves to verification and the report, and to execution modes where they are tried.
 SHARE_AFTER_STUDY, SHARE_AFTER_STUDY_COMPILING = 0.3, 0.5

@@ -10,6 +10,7 @@ from autoprec.policy import LossScale, Policy, Precision, Reason
 from autoprec.records import Candidate, Failure, Measurement, Outcome, Profile, Window
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
+from autoprec.session.rescoring import rescored
 from autoprec.tune.assignment import Assignment, assess, exceptions_of, harm_of
 from autoprec.tune.baselines import baseline_policies
 from autoprec.tune.repair import smallest_repair
@@ -49,20 +50,9 @@ class Found:
 
 def run_search(context: Context, search_space: SearchSpace) -> Found:
     """Profiles the layers, solves the fronts, and runs the study with the baselines first."""
-    profile = run_profile(context)
+    profile, space = run_profile(context, search_space)
     target = context.target
     allowed = tuple(precision for precision in target.precisions if precision in search_space.precisions)
-    precisions = tuple(precision for precision in allowed if precision in profile.precisions)
-    space = StudySpace.bind(
-        search_space,
-        context.look,
-        profile,
-        precisions=precisions,
-        cuda=target.stands_for_cuda,
-        measured=target.timing == "measured",
-        capability=target.capability,
-        device_name=target.device_name,
-    )
     baselines = baseline_policies(
         context.look,
         allowed,
@@ -92,20 +82,40 @@ def run_search(context: Context, search_space: SearchSpace) -> Found:
     return Found(tuple(candidates), baselines, yardstick, profile, space)
 
 
-def run_profile(context: Context) -> Profile:
-    """Costs and risks of every layer; read from the folder where an earlier session measured them."""
+def run_profile(context: Context, search_space: SearchSpace) -> tuple[Profile, StudySpace]:
+    """Costs and risks of every layer, and the plans they allow; read from the folder where an earlier session measured them."""
     context.progress.stage("profile", 1)
     profile = context.folder.load_profile()
     if profile is None:
-        profile = _profile_what_runs(context)
+        first = _profile_what_runs(context)
+        space = _bound(context, search_space, first)
+        profile = rescored(context, first, {dtype: space.fastest(dtype) for dtype in space.plans})
         context.folder.save_profile(profile)
+        space = space if profile is first else _bound(context, search_space, profile)
+    else:
+        space = _bound(context, search_space, profile)
     context.progress.advance()
     pinned = [p.layer or "(root)" for p in profile.layers if any(risk.hard and risk.precision == "fp16" for risk in p.risks)]
     named = f": {', '.join(pinned[:4])}{' ...' if len(pinned) > 4 else ''}" if pinned else ""
     context.progress.found(
         f"profile: {len(profile.layers)} layers in {profile.cost_s:.1f} s; {len(pinned)} cannot run in fp16{named}"
     )
-    return profile
+    return profile, space
+
+
+def _bound(context: Context, search_space: SearchSpace, profile: Profile) -> StudySpace:
+    """The search space for this model on this target, with the fronts that the profile gives."""
+    target = context.target
+    return StudySpace.bind(
+        search_space,
+        context.look,
+        profile,
+        precisions=tuple(p for p in target.precisions if p in search_space.precisions and p in profile.precisions),
+        cuda=target.stands_for_cuda,
+        measured=target.timing == "measured",
+        capability=target.capability,
+        device_name=target.device_name,
+    )
 
 
 def _profile_what_runs(context: Context) -> Profile:
@@ -193,19 +203,25 @@ def _speed(outcome: Outcome) -> float:
 
 
 def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[str, Policy]:
-    """A repaired policy by role for every compute type whose fastest plan diverges; empty where none does."""
+    """Of every compute type the fastest plan by role: as it is where it trains and no trial was it, repaired where it diverges."""
+    tried = {candidate.policy.setup_hash() for candidate in found.candidates}
     allowed, _ = allowed_precisions(search_space, context.look, context.target.precisions)
     repaired: dict[str, Policy] = {}
-    for dtype, plans in found.space.plans.items():
+    for dtype in found.space.plans:
         base = _base_policy(found, dtype)
         if dtype == "fp32" or base is None:
             continue
-        policy = _with_plan(base, plans[-1], found)
+        plan = found.space.fastest(dtype)
+        policy = _with_plan(base, plan, found)
         outcome = context.evaluate(policy, context.trial_window("repair"), role="repair")
-        if found.yardstick.feasible(outcome) or not _lies_in_layers(outcome):
+        if found.yardstick.feasible(outcome):
+            # A short study may not have come to it.
+            repaired |= {} if policy.setup_hash() in tried else {f"fastest_{dtype}": policy}
+            continue
+        if not _lies_in_layers(outcome):
             continue
         context.progress.stage(f"repair of {dtype}", MAX_REPAIR_WINDOWS)
-        mended = _repair(context, found, policy, plans[-1], outcome, allowed)
+        mended = _repair(context, found, policy, plan, outcome, allowed)
         if mended is not None:
             repaired[f"repaired_{dtype}"] = mended
     return repaired

@@ -75,7 +75,7 @@ def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]
         is_baseline = item.candidate.role in found.baselines
         trial = f"trial {item.candidate.number}"
         name = role_words(item.candidate.role) if is_baseline else trial
-        if item.candidate.role.startswith("repaired"):
+        if item.candidate.role.startswith(("repaired", "fastest")):
             name = f"{role_words(item.candidate.role)} ({trial})"
         contenders[name] = (policy, RANK_BASELINE if is_baseline else RANK_TUNED)
     return contenders

@@ -21,6 +21,8 @@ _ROLE_WORDS = {
     "tuned": "tuned policy",
     "start": "starting point",
     "refine": "refinement",
+    "fastest_fp16": "fastest fp16 plan",
+    "fastest_bf16": "fastest bf16 plan",
     "repaired_fp16": "repaired fp16 plan",
     "repaired_bf16": "repaired bf16 plan",
 }

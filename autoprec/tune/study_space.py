@@ -18,14 +18,14 @@ from typing import Any
 from autoprec.errors import SearchSpaceError
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, LossScale, Padding, Policy, Precision
 from autoprec.records import Look, Profile
-from autoprec.tune.assignment import Assignment, assess, exceptions_of, harm_of
+from autoprec.tune.assignment import Assignment, assess, exceptions_of
 from autoprec.tune.front_solver import solve_front
+from autoprec.tune.overrides import BoundOverride, bound_overrides
 from autoprec.tune.space import OverrideChoice, SearchSpace, allowed_precisions, tied_groups
 
 Params = dict[str, Any]
 FP16_ONLY = ("init_scale", "growth_interval", "fp16_accumulation")
 FLAGS = ("tf32", "channels_last", "cudnn_benchmark")
-_PURE: dict[Precision, Precision] = {"fp16": "fp16_pure", "bf16": "bf16_pure", "fp32": "fp32"}
 
 
 def fingerprint_of(look: Look, *, device_name: str | None = None, capability: str | None = None) -> Fingerprint:
@@ -43,23 +43,6 @@ def fingerprint_of(look: Look, *, device_name: str | None = None, capability: st
 def has_tf32(cuda: bool, capability: str | None) -> bool:
     """True on a CUDA device of compute capability 8.0 or newer. Source: NVIDIA, CUDA C++ Programming Guide, arithmetic types."""
     return cuda and capability is not None and int(capability.partition(".")[0]) >= 8
-
-
-@dataclass(frozen=True)
-class BoundOverride:
-    """An override with the layers it really moves, each with what it may take."""
-
-    name: str
-    choices: tuple[OverrideChoice, ...]
-    layers: dict[str, tuple[Precision, ...]]
-
-    def applied(self, precisions: Mapping[str, Precision], dtype: Precision, choice: OverrideChoice) -> dict[str, Precision]:
-        """The precisions with the group's layers moved, where each may go there."""
-        wanted: dict[str, Precision] = {"fp32": "fp32", "half": dtype, "pure": _PURE[dtype]}
-        changed = dict(precisions)
-        if choice != "front":
-            changed |= {name: wanted[choice] for name, allowed in self.layers.items() if wanted[choice] in allowed}
-        return changed
 
 
 @dataclass(frozen=True)
@@ -127,7 +110,7 @@ class StudySpace:
             profile=profile,
             fingerprint=fingerprint_of(look, device_name=device_name, capability=capability),
             plans={d: _stretched(points, longest) for d, points in plans.items()},
-            overrides=_bound_overrides(space, look, profile, allowed, dtypes),
+            overrides=bound_overrides(space, look, profile, allowed, dtypes),
             knobs=_knobs(space, look, dtypes, cuda=cuda, measured=measured, tf32=has_tf32(cuda, capability)),
             pinned=pinned,
         )
@@ -207,6 +190,15 @@ class StudySpace:
         plan = self._plan(params["dtype"], params["front_index"], [params[override.name] for override in self.overrides])
         return plan.harm == float("inf")
 
+    def fastest(self, dtype: Precision) -> Assignment:
+        """The fastest plan of a compute type that breaks no hard risk; the fastest of all where each does."""
+        return self.plans[dtype][self._fastest_index(dtype)]
+
+    def _fastest_index(self, dtype: Precision) -> int:
+        points = self.plans[dtype]
+        sound = [index for index, plan in enumerate(points) if plan.harm < float("inf")]
+        return sound[-1] if sound else len(points) - 1
+
     def neighbours(self, params: Mapping[str, Any]) -> Iterator[Params]:
         """Parameters one step from these, the most promising step first: flags, plan, overrides, batch, padding, scale."""
         choices = self.params()
@@ -234,7 +226,7 @@ class StudySpace:
             for dtype in choices["dtype"]:
                 params: Params = {name: choices[name][0] for name in self.active(dtype)}
                 params |= {"tf32": True} if True in choices.get("tf32", ()) else {}
-                params |= {"dtype": dtype, "front_index": choices["front_index"][-1]}
+                params |= {"dtype": dtype, "front_index": self._fastest_index(dtype)}
                 params |= {"channels_last": layout} if "channels_last" in params else {}
                 params |= {"padding": choices["padding"][1]} if "padding" in params else {}
                 params |= {"weights": choices["weights"][-1]} if "weights" in params else {}
@@ -334,33 +326,6 @@ def _stretched(points: tuple[Assignment, ...], length: int) -> tuple[Assignment,
     if length == 1:
         return points
     return tuple(points[round(i * (len(points) - 1) / (length - 1))] for i in range(length))
-
-
-def _bound_overrides(
-    space: SearchSpace,
-    look: Look,
-    profile: Profile,
-    allowed: Mapping[str, Sequence[Precision]],
-    dtypes: Sequence[Precision],
-) -> tuple[BoundOverride, ...]:
-    profiles = {item.layer: item for item in profile.layers}
-    bound = []
-    for override in space.overrides:
-        layers = {
-            layer.name: tuple(p for p in allowed[layer.name] if harm_of(profiles.get(layer.name), p) < float("inf"))
-            for layer in look.layers
-            if layer.name and override.matches(layer)
-        }
-        reachable = {p for options in layers.values() for p in options}
-        wanted: dict[str, set[Precision]] = {
-            "fp32": {"fp32"},
-            "half": set(dtypes) - {"fp32"},
-            "pure": {_PURE[d] for d in dtypes} - {"fp32"},
-        }
-        choices = tuple(c for c in override.choices if c == "front" or reachable & wanted[c])
-        if "front" in choices and len(choices) > 1:
-            bound.append(BoundOverride(override.name, ("front", *(c for c in choices if c != "front")), layers))
-    return tuple(bound)
 
 
 def _knobs(

@@ -301,13 +301,21 @@ def test_what_is_kept_for_backward_is_known_with_the_operation_that_needs_it():
     assert trace.saved_bytes(index) == 16 * 4
 
 
+class Scaled(nn.Linear):
+    """Odd, and with a forward of its own, so that nothing can pad it."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv, self.norm, self.even, self.odd = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 16), nn.Linear(16, 3)
+        self.own = Scaled(3, 3)
 
     def forward(self, x):
-        return self.odd(self.even(self.norm(self.conv(x)).mean((2, 3))))
+        return self.own(self.odd(self.even(self.norm(self.conv(x)).mean((2, 3)))))
 
 
 def images(batch_size, seed):
@@ -319,7 +327,7 @@ def images(batch_size, seed):
 def test_a_look_says_what_there_is_to_tune():
     workload = profiled.workload_of(Mixed, batches=images, loss=cross_entropy, batch_size=32)
     look, trace = trace_workload(workload, profiled.stands_for_4090d())
-    assert [layer.name for layer in look.layers] == ["", "conv", "norm", "even", "odd"]
+    assert [layer.name for layer in look.layers] == ["", "conv", "norm", "even", "odd", "own"]
     assert look.has_conv and look.odd_layers == ("conv", "odd")
     assert look.micro_batches == (32, 16, 8)
     assert 0 < look.matmul_share < 1

@@ -359,12 +359,12 @@ def test_tied_weights_in_two_half_types_never_share_a_cached_cast() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4, bias=False), "b": nn.Linear(4, 4, bias=False)})
     model["b"].weight = model["a"].weight
     model.forward = lambda x: model["b"](model["a"](x))  # type: ignore[method-assign]
-    applied = apply(model, "bf16", {"b": "fp16"})
+    applied = apply(model, "fp16", {"b": "bf16"})
     spy: list[torch.dtype] = []
     model["b"].register_forward_hook(lambda m, a, out: spy.append(out.dtype))
     with applied.autocast():
         model(torch.ones(1, 4))
-    assert spy == [torch.float16]
+    assert spy == [torch.bfloat16]
     applied.remove()
 
 
@@ -582,3 +582,41 @@ def test_a_registry_of_subclasses_does_not_see_the_swapped_class() -> None:
 
     swap(Registered(), Island(precision="fp32", outside="bf16"))
     assert registered == []
+
+
+class Squares(nn.Module):
+    """Squares of what a Linear gives, as a root of their mean: 300 squared is over fp16's 65504."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(8, 8)
+        nn.init.constant_(self.inp.weight, 40.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.inp(x)
+        return (h * h).mean(dim=-1, keepdim=True).sqrt()
+
+
+class Root(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * x).mean(dim=-1, keepdim=True).sqrt()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+@pytest.mark.parametrize("low", ["fp16", "fp16_pure"])
+def test_a_bf16_island_among_fp16_layers_has_the_range_of_bf16(precision: Precision, low: Precision) -> None:
+    x = torch.ones(2, 8)
+    alone = nn.Sequential(nn.Linear(8, 8), Root(), nn.Linear(1, 1))
+    nn.init.constant_(alone[0].weight, 40.0)
+    container = nn.Sequential(nn.Linear(8, 8), Squares(), nn.Linear(1, 1))
+    nn.init.constant_(container[0].weight, 1.0)
+    for model, guilty, harmless in ((alone, "1", "0"), (container, "1", "1.inp")):
+        exact = model(x)
+        low_everywhere = apply_policy(model, policy_for(model, "fp16", {harmless: "fp16_pure"} if low == "fp16_pure" else {}))
+        assert not torch.isfinite(model(x)).all(), "the hazard is real"
+        low_everywhere.remove()
+        applied = apply_policy(model, policy_for(model, "fp16", {guilty: precision, harmless: low}))
+        torch.testing.assert_close(model(x), exact, rtol=0.02, atol=0.1)
+        model(x).sum().backward()
+        assert all(parameter.grad is None or torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+        applied.remove()

@@ -76,7 +76,8 @@ class Replacing(Buffered):
 
 
 def apply(model: nn.Module, precision: Precision, where: str) -> Any:
-    default, layers = (precision, {}) if where == "default" else ("bf16", {"0": precision})
+    # Among layers of its own half type: on leaving fp16 for bf16 a tensor is rounded once more.
+    default, layers = (precision, {}) if where == "default" else (precision.removesuffix("_pure"), {"0": precision})
     return apply_policy(model, policy_for(model, default, layers))  # type: ignore[arg-type]
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -230,6 +231,16 @@ def test_starting_points_lie_in_the_space_with_both_layouts_and_types() -> None:
     assert all(p["tf32"] and not p["cudnn_benchmark"] and p["padding"] == 8 for p in points)
     for point in points:
         SPACE.to_policy(point)
+
+
+def test_the_fastest_plan_and_the_starting_points_break_no_hard_risk_even_where_stock_amp_is_faster_and_does() -> None:
+    last = SPACE.plans["fp16"][-1]
+    stock = dataclasses.replace(last, time_s=last.time_s / 2, harm=float("inf"))
+    space = dataclasses.replace(SPACE, plans={**SPACE.plans, "fp16": (*SPACE.plans["fp16"][:-1], stock)})
+    fastest = space.fastest("fp16")
+    assert fastest == [plan for plan in SPACE.plans["fp16"][:-1] if plan.harm < float("inf")][-1]
+    assert {point["dtype"] for point in space.starts()} == {"fp16", "bf16"}
+    assert SPACE.fastest("bf16") == SPACE.plans["bf16"][-1]
 
 
 def test_the_hash_tells_another_space_model_or_device_apart() -> None:
