@@ -240,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("reports/applier-overhead"), help="folder for overhead.json")
     parser.add_argument("--quick", action="store_true", help="tiny models and few blocks: a smoke test, on a CPU too")
+    parser.add_argument("--only", nargs="*", default=[], help="names of workloads; all of them otherwise")
     parser.add_argument("--blocks", type=int, default=30, help="blocks of each arm")
     parser.add_argument(
         "--steps", type=int, default=10, help="steps in a block (the MLP: five times as many, in six times as many blocks)"
@@ -249,6 +250,8 @@ def main() -> None:
     blocks, steps = (4, 2) if arguments.quick else (arguments.blocks, arguments.steps)
     results = {}
     for name, case in cases(arguments.quick).items():
+        if arguments.only and name not in arguments.only:
+            continue
         for dtype in ("bf16",) if device.type == "cpu" else ("fp16", "bf16"):
             # The MLP waits for its host, whose speed wanders: many short blocks, so that a pair sees the same host.
             much = (blocks * 6, steps * 5) if name == "mlp" else (blocks, steps)

@@ -234,6 +234,7 @@ def uniform_policy(look: Look, precision: Precision, *, lifted: Sequence[str] = 
         default=default,
         layers=settings,
         batch=Batch(effective=look.effective_batch, micro=micro, accumulation_steps=look.effective_batch // micro),
+        outputs="fp32" if default == "fp32" else look.outputs,
         backend=backend or Backend(),
         fingerprint=Fingerprint.of(
             {layer.name: layer.signature for layer in look.layers},

@@ -144,13 +144,17 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tuple(values)
 
     def _follow(self, op: Op) -> None:
-        """Keeps track of which layer made each value; copies and views pass their sources on."""
+        """Keeps track of which layer made each value; copies and views pass their sources on.
+
+        What the loss reads has left through the root, which casts it there where the two differ.
+        """
         sources = self._memory.sources
+        reader = "" if op.layer == LOSS else op.layer
         if op.is_work:
             for value in op.inputs:
                 for producer, elements in sources.get(value.id, {}).items():
-                    if producer != op.layer and LOSS not in (producer, op.layer):
-                        seen = self._edges.setdefault((producer, op.layer), {})
+                    if producer not in (reader, LOSS):
+                        seen = self._edges.setdefault((producer, reader), {})
                         seen[value.id] = max(seen.get(value.id, 0), min(elements, value.elements))
             for value in op.outputs:
                 if value.floating:

@@ -104,8 +104,11 @@ def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[A
 
 def _may_clear(context: Context, rank: int, verdict: Verdict | None) -> bool:
     """Whether more seeds are worth their time: for what may become the policy, while the budget lasts."""
-    unclear = verdict is not None and verdict.status == "inconclusive"
-    return unclear and rank >= RANK_BASELINE and not context.study_time_is_over(EXTRA_SEEDS_SHARE)
+    return _is_unclear(verdict) and rank >= RANK_BASELINE and not context.study_time_is_over(EXTRA_SEEDS_SHARE)
+
+
+def _is_unclear(verdict: Verdict | None) -> bool:
+    return verdict is not None and verdict.status == "inconclusive"
 
 
 def _judged(context: Context, outcomes: Iterable[Outcome]) -> Verdict | None:
@@ -259,13 +262,17 @@ def _compiled(context: Context, anchor: Arm, arm: Arm, execution: Execution) -> 
 def _verify_compiled(context: Context, arm: Arm) -> Arm:
     """Numerics of the compiled model itself on every seed; its kernels are kept in the cache, so this compiles only once more."""
     outcomes: list[Outcome] = []
-    for seed in range(context.plan.verify_seeds):
-        window: Window = context.verify_window(seed, f"verification of {arm.name}", extra_timeout_s=COMPILE_TIMEOUT_S)
+    verdict: Verdict | None = None
+    # A further seed costs no further compile, so an unclear verdict is worth one while any time is left.
+    while len(outcomes) < context.plan.verify_seeds or (_is_unclear(verdict) and len(outcomes) < MAX_SEEDS):
+        if len(outcomes) >= context.plan.verify_seeds and context.time_left_s <= 0:
+            break
+        window: Window = context.verify_window(len(outcomes), f"verification of {arm.name}", extra_timeout_s=COMPILE_TIMEOUT_S)
         outcomes.append(context.evaluate(arm.policy, window, role="verification"))
         if isinstance(outcomes[-1], Failure):
             context.progress.found(f"{arm.name}: {_why(outcomes[-1])}")
             return arm.model_copy(update={"failure": _why(outcomes[-1]), "step_times_s": ()})
-    verdict = _judged(context, outcomes)
+        verdict = _judged(context, outcomes)
     peaks = [outcome.peak_bytes for outcome in outcomes if isinstance(outcome, Measurement)]
     context.progress.found(f"{arm.name}: {verdict.text if verdict else ''}")
     return arm.model_copy(update={"verdict": verdict, "peak_bytes": max(peaks, default=arm.peak_bytes)})

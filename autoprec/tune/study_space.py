@@ -25,6 +25,9 @@ from autoprec.tune.space import OverrideChoice, SearchSpace, allowed_precisions,
 
 Params = dict[str, Any]
 FP16_ONLY = ("init_scale", "growth_interval", "fp16_accumulation")
+# A size is padded to the asked multiple only where that adds at most this share of it. Own choice: past it the extra work costs more
+# than better tiles give; three input channels padded to 64 would be 21 times as many.
+MOST_ADDED = 1 / 16
 FLAGS = ("tf32", "channels_last", "cudnn_benchmark")
 
 
@@ -145,8 +148,8 @@ class StudySpace:
             layers=self._settings(plan),
             loss_scale=LossScale(init=params["init_scale"], growth_interval=params["growth_interval"]) if scaled else LossScale(),
             batch=Batch(effective=effective, micro=micro, accumulation_steps=effective // micro),
-            padding=Padding(layers=dict.fromkeys(self.look.odd_layers, padding) if padding else {}),
-            outputs=self.look.outputs if low else "fp32",
+            padding=Padding(layers=self._multiples(padding)),
+            outputs="fp32" if plan.default == "fp32" else self.look.outputs,
             weights=params.get("weights", "fp32") if low else "fp32",
             backend=Backend(**flags, fp16_accumulation=scaled and params.get("fp16_accumulation", False)),
             fingerprint=self.fingerprint,
@@ -228,7 +231,7 @@ class StudySpace:
                 params |= {"tf32": True} if True in choices.get("tf32", ()) else {}
                 params |= {"dtype": dtype, "front_index": self._fastest_index(dtype)}
                 params |= {"channels_last": layout} if "channels_last" in params else {}
-                params |= {"padding": choices["padding"][1]} if "padding" in params else {}
+                params |= {"padding": choices["padding"][-1]} if "padding" in params else {}
                 params |= {"weights": choices["weights"][-1]} if "weights" in params else {}
                 points.append(params)
         return [params for params in points if not self.hopeless(params)][:most]
@@ -251,7 +254,7 @@ class StudySpace:
     def _outer_params(self, policy: Policy, inner: Params) -> Params:
         backend = policy.backend.model_dump()
         values: Params = {**inner, "micro_batch": policy.batch.micro, **{name: backend[name] for name in FLAGS}}
-        values["padding"] = next(iter(policy.padding.layers.values()), 0)
+        values["padding"] = self._padding_of(policy.padding.layers)
         low = {policy.default, *policy.precisions().values()} != {"fp32"}
         values["weights"] = policy.weights if low else self.knobs.get("weights", ("fp32",))[0]
         scaled = policy.needs_loss_scale
@@ -259,6 +262,17 @@ class StudySpace:
         values["growth_interval"] = policy.loss_scale.growth_interval if scaled else self.knobs.get("growth_interval", (None,))[0]
         values["fp16_accumulation"] = backend["fp16_accumulation"]
         return {name: values[name] for name in self.active(values["dtype"])}
+
+    def _multiples(self, padding: int) -> dict[str, int]:
+        """The multiple of each odd layer: the one asked for, or the least of the space where that would add too much."""
+        if not padding:
+            return {}
+        return _multiples(self.look, padding, min(choice for choice in self.knobs["padding"] if choice))
+
+    def _padding_of(self, multiples: Mapping[str, int]) -> int:
+        """The first choice that gives these multiples; their largest where none does, which is then outside the space."""
+        choices = self.knobs.get("padding", (0,))
+        return next((c for c in choices if self._multiples(c) == multiples), max(multiples.values(), default=0))
 
     def _plan(self, dtype: Precision, index: int, choices: Sequence[OverrideChoice]) -> Assignment:
         plan = self.plans[dtype][index]
@@ -307,6 +321,14 @@ class StudySpace:
         return min(self._plan_index.items(), key=lambda item: sum(a != b for a, b in zip(item[0], wanted, strict=True)))[1]
 
 
+def _multiples(look: Look, padding: int, least: int) -> dict[str, int]:
+    shapes = {layer.name: [shape[:2] for shape in layer.parameters.values() if len(shape) >= 2] for layer in look.layers}
+    adds_little = {
+        name: all(-size % padding <= size * MOST_ADDED for shape in shapes[name] for size in shape) for name in look.odd_layers
+    }
+    return {name: padding if little else least for name, little in adds_little.items()}
+
+
 def _outside(what: str) -> SearchSpaceError:
     return SearchSpaceError(f"The policy lies outside the search space: {what}.", hint="Widen the space, or tune again.")
 
@@ -335,8 +357,10 @@ def _knobs(
     most = ranges.micro_batch.max_accumulation_steps
     micro = [m for m in look.micro_batches if look.effective_batch // m <= most][: ranges.micro_batch.max_choices]
     knobs: dict[str, tuple[Any, ...]] = {"micro_batch": tuple(micro) or (look.effective_batch,)}
-    if look.odd_layers and len(ranges.padding.values) > 1:
-        knobs["padding"] = tuple(dict.fromkeys((0, *ranges.padding.values)))
+    if (multiples := sorted({value for value in ranges.padding.values if value})) and look.odd_layers:
+        # Of choices that give every layer the same multiples the first is enough.
+        given = {tuple(_multiples(look, value, multiples[0]).items()): value for value in reversed(multiples)}
+        knobs["padding"] = (0, *reversed(given.values()))
     if cuda and measured and dtypes != ("fp32",):
         knobs["weights"] = _distinct(ranges.weights.values)
     flags = ranges.flags

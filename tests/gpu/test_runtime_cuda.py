@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.policy import Backend, Batch, Precision
+from autoprec.policy import Backend, Batch, LossScale, Precision
 from autoprec.runtime import apply_policy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
@@ -210,4 +210,97 @@ def test_compiling_whole_on_cuda_gives_finite_gradients_in_islands() -> None:
         results.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
     assert all(value.isfinite().all() for value in results[1])
     torch.testing.assert_close(results[1][0], results[0][0], rtol=0.01, atol=0.01)
+    applied.remove()
+
+
+@pytest.mark.parametrize("default", ["fp16", "bf16", "fp16_pure", "bf16_pure"])
+def test_weights_cast_in_one_pass_give_the_numbers_of_layers_that_cast_their_own(default: Precision) -> None:
+    def trained(weights: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Net().cuda()
+        applied = apply_policy(model, cuda_policy(model, default, {"first": "fp32"}, weights=weights))
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True), applied.grad_scaler()
+        losses = []
+        for _ in range(4):
+            with applied.autocast():
+                losses.append(model(X.cuda()).float().square().mean())
+            scaler.scale(losses[-1]).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        applied.remove()
+        return [torch.stack(losses).detach(), *(p.detach() for p in model.parameters())]
+
+    assert all(torch.equal(a, b) for a, b in zip(trained("fp32"), trained("half_with_masters"), strict=True))
+
+
+def test_a_graphed_model_casts_layer_by_layer_and_its_outputs_stay_half_where_the_policy_says_so() -> None:
+    torch.manual_seed(0)
+    model = Net().cuda()
+    eager = copy.deepcopy(model)
+    settings: dict[str, Any] = {"weights": "half_with_masters", "outputs": "computed"}
+    applied = apply_policy(model, cuda_policy(model, "bf16", execution="compile_cudagraphs", **settings))
+    plain = apply_policy(eager, cuda_policy(eager, "bf16", **settings))
+    call = applied.compiled()
+    for _ in range(4):
+        with applied.autocast():
+            y = call(X.cuda())
+        y.float().square().mean().backward()
+    for _ in range(4):
+        with plain.autocast():
+            z = eager(X.cuda())
+        z.float().square().mean().backward()
+    assert y.dtype == z.dtype == torch.bfloat16
+    torch.testing.assert_close(y, z, rtol=0.03, atol=0.03)
+    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0.05, atol=0.05 * float(theirs.grad.abs().max()) + 1e-4)
+    plain.remove()
+    applied.remove()
+
+
+class Scaled(nn.Module):
+    """Multiplies by a float buffer and keeps a running mean in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 8))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.fc(x) @ torch.diag(self.scale)
+        with torch.no_grad():
+            self.mean.mul_(0.999).add_(y.mean(0), alpha=0.001)
+        return y
+
+
+@pytest.mark.parametrize("default", ["fp16_pure", "bf16_pure"])
+def test_a_float_buffer_is_read_in_half_and_written_in_float32(default: Precision) -> None:
+    torch.manual_seed(0)
+    model = Scaled().cuda()
+    reference = copy.deepcopy(model)
+    applied = apply_policy(model, cuda_policy(model, default))
+    for _ in range(20):
+        with applied.autocast():
+            y = model(torch.ones(4, 8, device="cuda"))
+        reference(torch.ones(4, 8, device="cuda"))
+    y.sum().backward()
+    assert model.mean.dtype == torch.float32
+    torch.testing.assert_close(model.mean, reference.mean, rtol=0.02, atol=1e-5)
+    applied.remove()
+
+
+def test_the_loss_scale_stays_under_its_cap_on_the_device() -> None:
+    model = nn.Linear(5, 1).cuda()
+    applied = apply_policy(model, cuda_policy(model, "fp16", loss_scale=LossScale(init=2.0**20, growth_interval=1)))
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-6), applied.grad_scaler()
+    for _ in range(30):
+        with applied.autocast():
+            loss = model(torch.randn(2, 5, device="cuda")).square().mean() * 1e-9
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() <= 2.0**24
     applied.remove()

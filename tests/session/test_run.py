@@ -19,6 +19,7 @@ import torch
 from autoprec import load_policy
 from autoprec.bench import roofline
 from autoprec.errors import RunFolderError
+from autoprec.policy import FORMAT_VERSION
 from autoprec.records import Candidate, Measurement
 from autoprec.session import tune
 
@@ -195,7 +196,7 @@ def test_an_object_in_memory_is_tuned_in_this_process(tmp_path):
 
     result = tune(Regression, gpu="4090d", trials=2, budget_s=15, out=tmp_path / "object")
     assert result.policy_path.exists()
-    assert json.loads(result.policy_path.read_text())["version"] == 1
+    assert json.loads(result.policy_path.read_text())["version"] == FORMAT_VERSION
 
 
 def test_ctrl_c_keeps_the_finished_trials_and_says_how_to_go_on(tmp_path):

@@ -95,7 +95,7 @@ def small_model(**look_fields: object) -> tuple[Look, Profile]:
         layers += [layer(f"body.{i}.conv", "Conv2d"), layer(f"body.{i}.norm", "GroupNorm")]
         profiles.append(layer_profile(f"body.{i}.conv", fp32_s=4e-3, half=0.3, pure=0.3, harm=1e-4 * (i + 1)))
         profiles.append(layer_profile(f"body.{i}.norm", fp32_s=2e-3, half=1.0, pure=0.5, harm=2e-4))
-    layers.append(layer("head"))
+    layers.append(layer("head", parameters={"weight": (1001, 64)}))
     profiles.append(layer_profile("head", fp32_s=1e-3, harm=1e-3, risks=[hard("fp16"), hard("fp16_pure")]))
     fields = {"has_conv": True, "odd_layers": ("head",)} | look_fields
     return look_of(layers, **fields), profile_of(profiles)

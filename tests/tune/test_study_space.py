@@ -228,7 +228,7 @@ def test_neighbours_differ_in_one_parameter_and_flags_come_first() -> None:
 def test_starting_points_lie_in_the_space_with_both_layouts_and_types() -> None:
     points = SPACE.starts()
     assert {(p["dtype"], p["channels_last"]) for p in points} == {(d, c) for d in ("fp16", "bf16") for c in (True, False)}
-    assert all(p["tf32"] and not p["cudnn_benchmark"] and p["padding"] == 8 for p in points)
+    assert all(p["tf32"] and not p["cudnn_benchmark"] and p["padding"] == 64 for p in points)
     for point in points:
         SPACE.to_policy(point)
 
@@ -247,3 +247,12 @@ def test_the_hash_tells_another_space_model_or_device_apart() -> None:
     same, other = bound(LOOK, PROFILE), bound(LOOK, PROFILE, device_name="Another GPU")
     assert SPACE.sha256() == same.sha256() != other.sha256()
     assert SPACE.sha256() != bound(LOOK, PROFILE, capability="7.5").sha256()
+
+
+def test_a_small_size_is_padded_to_the_least_multiple_where_a_large_one_would_add_too_much() -> None:
+    look, profile = small_model()
+    odd = (*look.layers[:-1], look.layers[-1].model_copy(update={"parameters": {"weight": (10, 64)}}))
+    space = bound(look.model_copy(update={"layers": odd}), profile)
+    assert space.params()["padding"] == (0, 8)
+    space = bound(look, profile)
+    assert space.to_policy(FAST | {"padding": 64}).padding.layers == {"head": 64}
