@@ -48,7 +48,10 @@ class PolicyScaler(torch.amp.GradScaler):
         self._updates = 0
         self._outcome: bool | torch.Tensor = False
         self._met: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
+        # The optimizer of the last step where it needs no closure: asked in every step, and a look into ``_met`` takes longer.
+        self._usual: weakref.ref[torch.optim.Optimizer] | None = None
         self._stepped: list[bool | torch.Tensor] = []
+        self._skipped = self._unchecked = False
         self._last: list[bool | torch.Tensor] = []
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -59,7 +62,8 @@ class PolicyScaler(torch.amp.GradScaler):
         """
         if not self._enabled:
             return super().step(optimizer, *args, **kwargs)
-        if self._meet(optimizer) or "closure" in kwargs or any(callable(arg) for arg in args):
+        usual = self._usual is not None and self._usual() is optimizer
+        if (not usual and self._meet(optimizer)) or "closure" in kwargs or (args and any(callable(arg) for arg in args)):
             raise PolicyError(
                 f"{type(optimizer).__name__} steps with a closure, and loss scaling cannot: it would evaluate the loss several "
                 "times with scaled gradients.",
@@ -68,17 +72,20 @@ class PolicyScaler(torch.amp.GradScaler):
         if not _has_gradients(optimizer):
             # An empty batch or a frozen branch: torch's scaler calls it an error, plain FP32 training goes on.
             self._stepped.append(True)
+            self._unchecked = True
             nothing: float | None = optimizer.step(*args, **kwargs)
             return nothing
         self._outcome = False
         result = super().step(optimizer, *args, **kwargs)
         self._stepped.append(self._outcome)
+        self._skipped |= self._outcome is False
         return result
 
     def _meet(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the optimizer needs a closure; at the first meeting a hook is left that notes whether it really steps."""
         known = self._met.get(optimizer)
         if known is not None:
+            self._usual = None if known else weakref.ref(optimizer)
             return known
         this = weakref.ref(self)
 
@@ -94,7 +101,7 @@ class PolicyScaler(torch.amp.GradScaler):
         return self._met[optimizer]
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_met": None}
+        return super().__getstate__() | {"_met": None, "_usual": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -105,17 +112,17 @@ class PolicyScaler(torch.amp.GradScaler):
 
         After steps without any gradient the scale stays as it is: they say nothing about it.
         """
-        if self._stepped and new_scale is None and not self._has_checked():
+        if self._unchecked and new_scale is None and not self._has_checked():
             self._per_optimizer_states.clear()
         else:
             super().update(new_scale)
-        if not self.is_enabled():
+        if not self._enabled:
             return
         self._last, self._stepped = self._stepped, []
+        known_skip, self._skipped, self._unchecked = self._skipped, False, False
         self._updates += 1
         if self._updates % self._growth_interval == 0 and new_scale is None:
             _at_most(self._scale, self._ceiling)
-        known_skip = any(entry is False for entry in self._last)
         if not self._warned and (known_skip or self._updates % _LOOK_EVERY_UPDATES == 0):
             self._alarm(self.get_scale())
 
