@@ -220,7 +220,7 @@ def _pure(inner: Run, original: type[nn.Module], island: Island, dtype: torch.dt
                 return run(self, args, kwargs)
         return run(self, args, kwargs)
 
-    if not issubclass(original, nn.Embedding | nn.EmbeddingBag):
+    if not issubclass(original, (nn.Embedding, nn.EmbeddingBag)):
         return pure
     looked_up = _fp32(inner)
 

@@ -157,5 +157,5 @@ def _names(module: nn.Module, original: type[nn.Module], precision: Precision) -
         # A hook may read the weight, and would read another than under autocast.
         return () if module._forward_pre_hooks or module._forward_hooks else _CAST_BY_AUTOCAST.get(original, ())
     # For the same reasons as in pure.py and islands.py.
-    looked_up = isinstance(module, nn.Embedding | nn.EmbeddingBag) and (module.sparse or module.max_norm is not None)
-    return () if looked_up or isinstance(module, _NormBase | nn.RNNBase) else list(module._parameters)
+    looked_up = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and (module.sparse or module.max_norm is not None)
+    return () if looked_up or isinstance(module, (_NormBase, nn.RNNBase)) else list(module._parameters)

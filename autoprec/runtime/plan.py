@@ -108,7 +108,7 @@ def _parameter_at(module: nn.Module, chain: tuple[str, ...]) -> tuple[tuple[str,
         if child is not None:
             owner = child
             continue
-        if owner._parameters.get(name) is not None and not isinstance(owner, _NormBase | nn.RNNBase):
+        if owner._parameters.get(name) is not None and not isinstance(owner, (_NormBase, nn.RNNBase)):
             return chain[: depth + 1], owner
         break
     return (), module

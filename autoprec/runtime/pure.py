@@ -112,7 +112,7 @@ def _lower_children(module: nn.Module, dtype: torch.dtype, undo: list[_Lowered])
 def _lower_own(module: nn.Module, dtype: torch.dtype, undo: list[_Lowered]) -> None:
     # BatchNorm's kernels take half inputs with float32 weights and statistics, and its running averages need float32.
     # Recurrent layers keep a flat copy of their weights; they run under autocast instead, which casts that.
-    if isinstance(module, _NormBase | nn.RNNBase):
+    if isinstance(module, (_NormBase, nn.RNNBase)):
         return
     parameters = module._parameters
     changes = _casts(parameters, parameters, dtype)
