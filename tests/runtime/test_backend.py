@@ -68,6 +68,9 @@ def test_no_warning_reaches_the_user_about_flags_they_did_not_write(tidy: None) 
         set_flags(Backend(tf32=True))()
 
 
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "allow_fp16_accumulation"), reason="this torch has no fp16 accumulation"
+)
 def test_cudnn_benchmark_and_fp16_accumulation_are_set_and_restored() -> None:
     matmul = torch.backends.cuda.matmul
     undo = set_flags(Backend(cudnn_benchmark=True, fp16_accumulation=True))

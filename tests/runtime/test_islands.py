@@ -339,6 +339,10 @@ def test_no_grad_evaluation_and_training_in_one_autocast_block_give_every_gradie
     applied.remove()
 
 
+@pytest.mark.skipif(
+    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11),
+    reason="the cache starts empty in each forward before torch 2.11",
+)
 def test_the_weight_cast_cache_serves_a_weight_used_twice() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     applied = apply(model, "bf16")
