@@ -16,7 +16,7 @@ from autoprec.runtime.backend import Undo, set_channels_last, set_flags
 from autoprec.runtime.classes import is_swapped, remove_islands, swap
 from autoprec.runtime.compiled import compiled_model
 from autoprec.runtime.dtypes import HALF_DTYPES
-from autoprec.runtime.islands import device_type_of
+from autoprec.runtime.islands import device_type_of, type_of_device
 from autoprec.runtime.layers import aliases, compare_layers, mismatch_error, named_layers, unwrap
 from autoprec.runtime.plan import plan_islands
 from autoprec.runtime.scaler import PolicyScaler, check_scalable
@@ -45,7 +45,7 @@ class AppliedPolicy:
         entries, name = self._anchor
         parameter = entries.get(name)
         # Asked in every step: the first parameter answers at once unless it was replaced by something else.
-        return parameter.device.type if parameter is not None else device_type_of(unwrap(self.model))
+        return type_of_device(parameter) if parameter is not None else device_type_of(unwrap(self.model))
 
     def autocast(self, *, cache_enabled: bool | None = None) -> contextlib.AbstractContextManager[Any]:
         """A fresh ambient autocast of the policy's default precision, for the forward pass and the loss.

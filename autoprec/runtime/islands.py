@@ -246,6 +246,13 @@ def _off_the_fast_path(run: Run) -> Run:
     return slow
 
 
+def type_of_device(tensor: torch.Tensor) -> str:
+    """The same as ``tensor.device.type``, which makes two objects on the way: this is asked in every step."""
+    if tensor.is_cuda:
+        return "cuda"
+    return "cpu" if tensor.is_cpu else tensor.device.type
+
+
 def device_type_of(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> str:
     """Where a call computes: the device type of the module's own parameters, else of its tensor arguments, else of any parameter.
 
@@ -253,15 +260,15 @@ def device_type_of(module: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[s
     """
     for parameter in module._parameters.values():
         if parameter is not None:
-            return parameter.device.type
+            return type_of_device(parameter)
     if args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
-        return args[0].device.type
+        return type_of_device(args[0])
     # Floating arguments first: lengths and indices may stay on the CPU beside a model on a GPU.
     tensors = iter_tensors((args, kwargs or {}))
     for tensor in tensors:
         if tensor.is_floating_point():
-            return tensor.device.type
+            return type_of_device(tensor)
     # One after the other, not all at once: the first parameter answers, and listing them all takes long in a large model.
     for tensor in itertools.chain(module.parameters(), tensors, module.buffers()):
-        return tensor.device.type
+        return type_of_device(tensor)
     return "cpu"

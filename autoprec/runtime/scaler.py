@@ -180,7 +180,11 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether any parameter has a gradient; ordinarily the first one answers."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                return True
+    return False
 
 
 def check_scalable(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
