@@ -37,7 +37,7 @@ def test_a_policy_equal_to_stock_amp_trains_like_autocast_by_hand(tmp_path):
     assert {"gpt2 bf16", "mlp bf16"} <= set(report["results"])
     for result in report["results"].values():
         by_hand, policy = result["step_s"]["by_hand"], result["step_s"]["policy"]
-        assert len(by_hand) == len(policy) == 4
+        assert len(by_hand) == len(policy) >= 4
         assert result["loss"]["policy"] == result["loss"]["by_hand"]
         assert result["ratio"] == statistics.median(a / b for a, b in zip(policy, by_hand, strict=True))
         assert result["low"] <= result["ratio"] <= result["high"]

@@ -72,7 +72,7 @@ def overflow_run(tmp_path_factory, busy_device):
     # A wide tolerance, so that neither the seeds drawn nor the speed of this machine decides about a verdict.
     watcher = Watcher()
     out = tmp_path_factory.mktemp("overflow")
-    result = tune(overflow(), gpu="t4", trials=20, budget_s=200, tolerance=0.1, out=out, progress=watcher)
+    result = tune(overflow(), gpu="t4", trials=20, budget_s=900, tolerance=0.1, out=out, progress=watcher)
     return result, watcher
 
 
@@ -143,7 +143,7 @@ def test_every_raw_sample_reads_back(overflow_run):
 def test_a_second_tune_into_the_folder_measures_nothing_again(overflow_run):
     result, _ = overflow_run
     before = len((result.folder / "candidates.jsonl").read_text().splitlines())
-    again = tune(overflow(), gpu="t4", trials=20, budget_s=200, tolerance=0.1, out=result.folder)
+    again = tune(overflow(), gpu="t4", trials=20, budget_s=900, tolerance=0.1, out=result.folder)
     after = len((result.folder / "candidates.jsonl").read_text().splitlines())
     assert after == before
     assert again.policy.setup_hash() == result.policy.setup_hash()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autoprec.records import Environment, Failure, Measurement, Outcome
@@ -71,6 +71,7 @@ def test_the_fastest_feasible_plan_is_found_in_few_trials_where_harm_orders_the_
     harms = [0.0, *sorted(harms)]
     gaps = [None if fails and harm * factor > 0.05 else harm * factor for harm in harms]
     order, best = tried(harms, gaps)
+    assume(all(gap is None or abs(gap - 0.01) > 1e-9 for gap in gaps))  # the limit itself is a matter of rounding
     assert best == max(i for i, gap in enumerate(gaps) if gap is not None and gap <= 0.01)
     assert len(order) <= len(harms) - 2 or not order
 
