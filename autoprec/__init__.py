@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autoprec.errors import AutoprecError, PolicyError, PolicyMismatch, UserError, WorkloadError
     from autoprec.policy import Policy, load_policy, save_policy
-    from autoprec.runtime import AppliedPolicy, apply_policy
+    from autoprec.runtime import AppliedPolicy, apply_policy, remove_policy
     from autoprec.session import TuneResult, tune
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ _HOMES = {
     "WorkloadError": "autoprec.errors",
     "apply_policy": "autoprec.runtime",
     "load_policy": "autoprec.policy",
+    "remove_policy": "autoprec.runtime",
     "save_policy": "autoprec.policy",
     "tune": "autoprec.session",
 }
@@ -42,6 +43,7 @@ __all__ = [
     "__version__",
     "apply_policy",
     "load_policy",
+    "remove_policy",
     "save_policy",
     "tune",
 ]

@@ -354,6 +354,9 @@ def load_policy(path: str | os.PathLike[str]) -> Policy:
     Raises:
         PolicyError: the file is missing, unreadable or not a valid policy.
     """
+    if not isinstance(path, str | os.PathLike):
+        hint = "For JSON text in memory there is autoprec.policy.parse_policy."
+        raise PolicyError(f"load_policy takes the path of a file, not a {type(path).__name__}.", hint=hint)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -272,3 +272,8 @@ def test_the_root_has_no_name_of_its_own_among_the_layers():
 @pytest.mark.parametrize("gap", [math.inf, -math.inf, math.nan])
 def test_a_loss_gap_that_is_not_finite_is_kept_as_unknown_so_that_the_file_stays_json(gap):
     assert Figures(name="tuned", samples_per_s=1.0, loss_gap=gap, speed_origin="measured").loss_gap is None
+
+
+def test_a_policy_in_memory_is_no_path():
+    with pytest.raises(PolicyError, match="takes the path of a file, not a dict"):
+        load_policy({"default": "bf16"})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autoprec.runtime.apply import AppliedPolicy, apply_policy
 from autoprec.runtime.batch_padding import pad_batch, pad_collate
-from autoprec.runtime.classes import remove_islands
+from autoprec.runtime.classes import remove_policy
 from autoprec.runtime.layers import layer_signature, named_layers, strip_prefixes
 from autoprec.runtime.scaler import PolicyScaler
 from autoprec.runtime.tree import map_tensors
@@ -21,6 +21,6 @@ __all__ = [
     "named_layers",
     "pad_batch",
     "pad_collate",
-    "remove_islands",
+    "remove_policy",
     "strip_prefixes",
 ]

@@ -13,7 +13,7 @@ from torch import nn
 from autoprec.errors import PolicyError
 from autoprec.policy import Policy
 from autoprec.runtime.backend import Undo, set_channels_last, set_flags
-from autoprec.runtime.classes import is_swapped, remove_islands, swap
+from autoprec.runtime.classes import is_swapped, remove_policy, swap
 from autoprec.runtime.compiled import compiled_model
 from autoprec.runtime.dtypes import HALF_DTYPES
 from autoprec.runtime.islands import device_type_of, type_of_device
@@ -137,10 +137,12 @@ def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> Ap
         PolicyMismatch: the model's layers are not those the policy was made for.
         PolicyError: a policy is already applied, a padded layer cannot be padded, or a module is lazy or TorchScript.
     """
+    _check_types(model, policy)
     root = unwrap(model)
     if any(is_swapped(module) for module in root.modules()):
         raise PolicyError(
-            f"A policy is already applied to this {type(root).__name__}.", hint="Call remove() on its handle first."
+            f"A policy is already applied to this {type(root).__name__}.",
+            hint="Call remove() on its handle first; for a copy or a loaded model, autoprec.remove_policy(model).",
         )
     names = _matched_names(model, policy, strict=strict)
     _warn_about_environment(policy, root)
@@ -150,8 +152,21 @@ def apply_policy(model: nn.Module, policy: Policy, *, strict: bool = True) -> Ap
         undos.append(set_channels_last(root))
     for _, module, island in islands:
         swap(module, island)
-    undos.append(lambda: remove_islands(root))
+    undos.append(lambda: remove_policy(root))
     return AppliedPolicy(policy, model, undos, {name: module for name, module, _ in islands})
+
+
+def _check_types(model: object, policy: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise PolicyError(
+            f"apply_policy was given a {type(model).__name__} as its model.",
+            hint="Call apply_policy(model, policy), in this order.",
+        )
+    if not isinstance(policy, Policy):
+        raise PolicyError(
+            f"apply_policy was given a {type(policy).__name__} as its policy.",
+            hint="Read the file first: apply_policy(model, autoprec.load_policy('policy.json')).",
+        )
 
 
 def _matched_names(model: nn.Module, policy: Policy, *, strict: bool) -> dict[str, str]:

@@ -175,7 +175,10 @@ def _without_island(kind: type[Any]) -> type[Any]:
     return rebuilt
 
 
-def remove_islands(model: nn.Module) -> None:
-    """Takes every island out of a model, in place: for a copy or a loaded model that has no handle of its own."""
+def remove_policy(model: nn.Module) -> None:
+    """Takes a policy off a model, in place: for a copy or a loaded model, which has no handle of its own.
+
+    Process-wide flags and the memory layout stay as they are: those belong to the handle of the model that set them.
+    """
     for module in model.modules():
         unswap(module)

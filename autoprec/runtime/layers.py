@@ -136,7 +136,9 @@ class LayerDifference:
         if self.extra:
             lines.append(f"extra in the model ({len(self.extra)}): {_listed(self.extra)}")
         if self.changed:
-            pairs = [f"{name} (policy: {expected}; model: {actual})" for name, expected, actual in self.changed]
+            pairs = [
+                f"{name or 'the model itself'} (policy: {expected}; model: {actual})" for name, expected, actual in self.changed
+            ]
             lines.append(f"changed ({len(pairs)}): {_listed(pairs)}")
         return "\n".join(f"  {line}" for line in lines)
 

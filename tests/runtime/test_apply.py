@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from runtime_policies import Net, policy_for
 from torch import nn
 
 import autoprec
+from autoprec.errors import PolicyError
 from autoprec.policy import Batch
-from autoprec.runtime import apply_policy
+from autoprec.runtime import apply_policy, remove_policy
 
 X = torch.linspace(-1, 1, 28).reshape(4, 7)
 
@@ -185,3 +188,27 @@ def test_modules_replaced_after_apply_are_named_in_a_warning() -> None:
 def test_importing_the_runtime_does_not_load_the_compiler() -> None:
     code = "import sys, autoprec.runtime; assert 'torch._inductor' not in sys.modules and 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("policy", ["policy.json", {"default": "bf16"}, None])
+def test_what_is_no_policy_is_refused_with_what_to_do(policy: Any) -> None:
+    with pytest.raises(PolicyError, match="load_policy"):
+        apply_policy(Net(), policy)
+
+
+def test_model_and_policy_in_the_wrong_order_are_refused() -> None:
+    model = Net()
+    with pytest.raises(PolicyError, match="in this order"):
+        apply_policy(policy_for(model), model)  # type: ignore[arg-type]
+
+
+def test_a_policy_comes_off_a_copy_that_has_no_handle_and_another_goes_on() -> None:
+    model = Net()
+    applied = apply_policy(model, policy_for(model, "bf16"))
+    twin = copy.deepcopy(model)
+    applied.remove()
+    with pytest.raises(PolicyError, match=r"autoprec\.remove_policy\(model\)"):
+        apply_policy(twin, policy_for(model, "bf16"))
+    remove_policy(twin)
+    assert type(twin) is Net and type(twin.stem) is nn.Linear
+    apply_policy(twin, policy_for(model, "fp16")).remove()

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 from autoprec.policy import PRECISIONS, Precision
-from autoprec.runtime import apply_policy, remove_islands
+from autoprec.runtime import apply_policy, remove_policy
 from autoprec.runtime.classes import swap
 from autoprec.runtime.islands import Island
 
@@ -95,7 +95,7 @@ def test_an_island_computes_what_casting_by_hand_gives(precision: Precision) -> 
     model = Net()
     applied = apply(model, "fp32", {"first": precision})
     reference = copy.deepcopy(model.first)
-    remove_islands(reference)
+    remove_policy(reference)
     x = torch.randn(4, 8)
     if precision.endswith("_pure"):
         expected = reference.to(HALF[precision])(x.to(HALF[precision])).float()
@@ -176,7 +176,7 @@ def test_pickle_and_torch_save_carry_the_policy_and_own_weights() -> None:
     for twin in (pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
         assert torch.equal(twin(X), model(X))
         assert twin.first(torch.ones(1, 8).half()).dtype == torch.float32
-        remove_islands(twin)
+        remove_policy(twin)
         assert type(twin) is Net
     applied.remove()
 
