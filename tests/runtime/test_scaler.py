@@ -269,3 +269,42 @@ def test_a_policy_that_starts_above_the_limit_keeps_its_start() -> None:
     for _ in range(3):
         step(model, scaler, optimizer, 1e-30)
         assert scaler.get_scale() == 2.0**26
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("own_factor", [None, 4.0])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD])
+def test_a_fused_optimizer_steps_bit_for_bit_as_under_torchs_scaler(kind: Any, own_factor: float | None, unscale: bool) -> None:
+    def train(scaler: torch.amp.GradScaler, model: nn.Module) -> tuple[list[torch.Tensor], list[float]]:
+        optimizer, scales = kind(model.parameters(), lr=0.1, fused=True), []
+        for factor in (1.0, 0.5, float("inf"), 2.0, float("nan"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 4)).square().sum() * factor).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            if own_factor is not None:
+                optimizer.grad_scale = torch.tensor(own_factor)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+            assert not hasattr(optimizer, "found_inf") and not hasattr(optimizer, "grad_scale")
+        return [parameter.detach().clone() for parameter in model.parameters()], scales
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+    twin = copy.deepcopy(model)
+    settings = {"init_scale": 1024.0, "growth_interval": 2}
+    expected, expected_scales = train(torch.amp.GradScaler("cpu", **settings), twin)
+    ours = PolicyScaler("cpu", LossScale(init=1024.0, growth_interval=2, floor=1.0), enabled=True)
+    weights, scales = train(ours, model)
+    assert scales == expected_scales and scales[0] == 1024.0 and min(scales) == 512.0
+    assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+
+
+def test_a_second_step_of_a_fused_optimizer_before_update_is_torchs_error() -> None:
+    model, applied = setup()
+    scaler, optimizer = applied.grad_scaler(), torch.optim.AdamW(model.parameters(), fused=True)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    scaler.step(optimizer)
+    with pytest.raises(RuntimeError, match="already been called"):
+        scaler.step(optimizer)
