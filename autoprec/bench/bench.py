@@ -70,7 +70,8 @@ class Bench:
 
         Forward errors only: how gradients fare is the loss scale's business and was scored with the profile.
         """
-        scores = rescore(self._workload, self._target, self.look(), policy)
+        seen, trace = self._traced()
+        scores = rescore(self._workload, self._target, seen, policy, trace=trace)
         return {name: math.inf if entry.bad else entry.harm + entry.output for name, entry in scores.items()}
 
     def _traced(self) -> tuple[Look, OpTrace]:

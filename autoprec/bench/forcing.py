@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.bench.attribution import running_node
-from autoprec.bench.ops import RANDOM, base_name
+from autoprec.bench.ops import DRAWING, base_name
 from autoprec.runtime.tree import map_tensors
 
 LOST = 2.0**-6
@@ -54,6 +54,40 @@ class Tape:
     loss: float = 0.0
     inner_gradients: bool = False
     in_forward: bool = True
+    _sizes: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    _held: dict[torch.dtype, dict[int, bool]] = field(default_factory=dict)
+
+    def seal(self) -> None:
+        """Says that the pass is over: sizes are taken, of everything at once, since each look waits for the GPU."""
+        tensors = [*self._values(), *(grad for call in self._all_calls() for grad in call.input_grads.values())]
+        found = [torch.stack((_square(_finite(tensor)), _is_finite(tensor).double())) for tensor in tensors]
+        for tensor, (size, finite) in zip(tensors, torch.stack(found).tolist() if found else [], strict=True):
+            self._sizes[id(tensor)] = (size, bool(finite))
+
+    def size(self, tensor: Tensor) -> float:
+        """Sum of the squares of the finite values of a recorded tensor."""
+        return self._sizes[id(tensor)][0]
+
+    def is_finite(self, tensor: Tensor) -> bool:
+        """Whether a recorded tensor has no NaN and no infinity."""
+        return self._sizes[id(tensor)][1]
+
+    def keeps(self, dtype: torch.dtype, exact: Tensor) -> bool:
+        """Whether a type keeps the value of a recorded input or output. The first question for a half type waits for the GPU."""
+        if dtype not in _HALF:
+            return True
+        if dtype not in self._held:
+            tensors = self._values()
+            lost = [_square(_finite(tensor).to(dtype).float() - _finite(tensor)) for tensor in tensors]
+            rounding = zip(tensors, torch.stack(lost).tolist() if lost else [], strict=True)
+            self._held[dtype] = {id(tensor): error <= LOST**2 * self.size(tensor) for tensor, error in rounding}
+        return self._held[dtype][id(exact)]
+
+    def _values(self) -> list[Tensor]:
+        return [tensor for call in self._all_calls() for tensor in (*call.inputs, *call.outputs)]
+
+    def _all_calls(self) -> Iterator[Call]:
+        return (call for calls in self.calls.values() for call in calls)
 
 
 @dataclass
@@ -62,13 +96,13 @@ class LayerErrors:
 
     Attributes:
         outputs: pairs (error, reference) of the outputs.
-        input_grads: triples (error, reference, product of low and exact) of the inputs' gradients.
+        input_grads: triples (error, reference, product of error and exact) of the inputs' gradients.
         harms: outputs' errors times their gradients.
         bad: how many values are not finite where the recorded ones are.
     """
 
-    outputs: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    input_grads: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    outputs: list[tuple[Tensor, float]] = field(default_factory=list)
+    input_grads: list[tuple[Tensor, float, Tensor]] = field(default_factory=list)
     harms: list[Tensor] = field(default_factory=list)
     bad: list[Tensor] = field(default_factory=list)
 
@@ -88,25 +122,16 @@ class _Tap(torch.autograd.Function):
 
 
 class _Force(torch.autograd.Function):
-    """Replaces a tensor by ``exact`` in the tensor's dtype; the gradient that comes back is noted and replaced likewise."""
+    """Replaces a tensor by ``exact`` in a dtype; the gradient that comes back is noted and replaced likewise."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, exact: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, exact: Tensor, dtype: torch.dtype, grad: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.grad, ctx.dtype = grad, tensor.dtype
-        return exact.detach().to(dtype=tensor.dtype if _holds(tensor.dtype, exact) else exact.dtype, copy=True)
+        return exact.detach().to(dtype=dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.grad(grad).to(ctx.dtype), None, None
-
-
-def _holds(dtype: torch.dtype, exact: Tensor) -> bool:
-    """Whether a half type keeps a tensor's value. Waits for the GPU."""
-    if dtype not in _HALF:
-        return True
-    finite = torch.where(exact.isfinite(), exact, 0.0)
-    lost = _square(finite.to(dtype).float() - finite)
-    return bool(lost <= LOST**2 * _square(finite))
+        return ctx.grad(grad).to(ctx.dtype), None, None, None
 
 
 class _Hooks:
@@ -258,24 +283,19 @@ class Forcer(_Hooks):
         entry = self._entry(name, call)
         if entry is None or place >= len(entry.inputs) or entry.inputs[place].shape != tensor.shape:
             return tensor
-        exact = entry.inputs[place]
-        exact = self._perturbed(exact)
-        recorded = entry.input_grads.get(place)
+        exact, recorded = entry.inputs[place], entry.input_grads.get(place)
 
         def grad(low: Tensor) -> Tensor:
             if recorded is None or self.in_forward:
                 return low
-            handed_on = self._scaled(recorded, low)
             # Held against what this dtype can say at this scale: rounding the gradient itself is the scale's business, and shows
             # in the gradients of the parameters it reaches.
             sayable = (recorded * self._scale).to(low.dtype)
-            error = (low.detach().double() - sayable.double()) / self._scale
-            exact = recorded.double()
-            self._of(name).input_grads.append((_square(error), _square(exact), ((exact + error) * exact).sum()))
-            return handed_on
+            error = (low.detach().double() - sayable) / self._scale
+            self._of(name).input_grads.append((error.square().sum(), self._tape.size(recorded), (error * recorded).sum()))
+            return self._scaled(recorded, low) if self._perturbation else sayable
 
-        forced: Tensor = _Force.apply(tensor, exact, grad)
-        return forced
+        return self._forced(tensor, exact, self._perturbed(exact), grad)
 
     def on_output(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
         entry = self._entry(name, call)
@@ -288,7 +308,11 @@ class Forcer(_Hooks):
         def grad(low: Tensor) -> Tensor:
             return low if recorded is None or self.in_forward else self._scaled(recorded, low)
 
-        forced: Tensor = _Force.apply(tensor, exact, grad)
+        return self._forced(tensor, exact, exact, grad)
+
+    def _forced(self, tensor: Tensor, exact: Tensor, value: Tensor, grad: Callable[[Tensor], Tensor]) -> Tensor:
+        dtype = tensor.dtype if self._tape.keeps(tensor.dtype, exact) else exact.dtype
+        forced: Tensor = _Force.apply(tensor, value, dtype, grad)
         return forced
 
     def _entry(self, name: str, call: int) -> Call | None:
@@ -312,23 +336,31 @@ class Forcer(_Hooks):
 
     def _compare(self, name: str, low: Tensor, exact: Tensor, grad: Tensor | None) -> None:
         errors = self._of(name)
-        finite = exact.isfinite()
-        low = low.to(exact.dtype)
-        errors.bad.append((finite & ~low.isfinite()).sum())
-        zero = torch.zeros((), dtype=exact.dtype, device=exact.device)
-        difference = torch.where(finite, low - exact, zero)
-        errors.outputs.append((_square(difference), _square(torch.where(finite, exact, zero))))
+        difference = low.to(exact.dtype) - exact
+        if not self._tape.is_finite(exact):
+            finite = exact.isfinite()
+            difference = torch.where(finite, difference, 0.0)
+            grad = None if grad is None else torch.where(finite, grad, 0.0)
+        errors.bad.append(difference.isfinite().logical_not().sum())
+        errors.outputs.append((_square(difference), self._tape.size(exact)))
         if grad is not None:
-            weighted = torch.where(finite, grad * difference, zero).double()
+            weighted = (grad * difference).double()
             # Rounding errors add up like random ones (the first); a bias adds up straight (the second).
             errors.harms.append(torch.maximum(weighted.square().sum(), weighted.sum().square()))
 
 
+def _finite(tensor: Tensor) -> Tensor:
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return torch.where(dense.isfinite(), dense, 0.0)
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    # A sum is NaN or infinite where a value is (or where it overflows itself, which costs a closer look later and no more).
+    return tensor.sum().isfinite()
+
+
 def _square(tensor: Tensor) -> Tensor:
     return tensor.double().square().sum()
-
-
-_DRAWING = RANDOM | frozenset("native_dropout rand_like randn_like rrelu_with_noise rand randn".split())
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -343,7 +375,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = base_name(func)
         if "attention" in name:
             _without_dropout(func, args, kwargs)
-        if name not in _DRAWING:
+        if name not in DRAWING:
             return func(*args, **kwargs)
         asked = kwargs.get("dtype")
         first = args[0] if args and isinstance(args[0], Tensor) else None

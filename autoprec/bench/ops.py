@@ -6,7 +6,7 @@ Names are those a dispatch mode sees, below composite operations: ``addmm`` rath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -83,6 +83,11 @@ _FLOAT32 = frozenset(
     "_upsample_bilinear2d_aa "
     "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d".split()
 )
+# Draws and returns what it drew, or what it made of it.
+DRAWING = RANDOM | frozenset(
+    "native_dropout rand_like randn_like randint_like rrelu_with_noise rand randn randint randperm "
+    "multinomial poisson binomial".split()
+)
 # What grows or shrinks fast, and what adds up many elements: worth a warning in pure half precision.
 EXP_LIKE = frozenset("exp expm1 sinh cosh pow softplus logsumexp reciprocal rsqrt tan cumprod prod square".split())
 DEEP_SUMS = frozenset("sum cumsum nansum linalg_vector_norm norm mse_loss logcumsumexp".split())
@@ -92,6 +97,17 @@ def base_name(func: Any) -> str:
     """``aten.relu_.default`` -> ``relu``: the operation without its namespace, overload and in-place mark."""
     name: str = func._schema.name.rpartition("::")[2]
     return name[:-1] if name.endswith("_") and not name.endswith("__") and name != "set_" else name
+
+
+def draws_random_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers: noise, dropout, or attention with dropout in its kernel."""
+    name = base_name(func)
+    if "attention" not in name:
+        return name in DRAWING
+    place = next((index for index, argument in enumerate(func._schema.arguments) if argument.name == "dropout_p"), None)
+    if place is None:
+        return False
+    return float(args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)) > 0.0
 
 
 def kind_of(name: str, *, is_view: bool = False) -> OpKind:

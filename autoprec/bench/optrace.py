@@ -64,6 +64,7 @@ class Op:
         flops: floating-point operations of matmuls, convolutions, attention and RNNs; 0 for the rest.
         forward: index of the forward operation whose gradient this one computes, or -1.
         recomputed: a forward operation run again inside the backward pass (activation checkpointing).
+        draws: it draws random numbers.
     """
 
     layer: str
@@ -75,6 +76,7 @@ class Op:
     flops: int = 0
     forward: int = -1
     recomputed: bool = False
+    draws: bool = False
 
     @property
     def moved_bytes(self) -> int:

@@ -36,9 +36,9 @@ SCREEN_STEPS = 3
 """FP32 steps the range screen trains. Assumption: ranges of the first steps show planted and structural hazards, not late
 drift."""
 
-CPU_SAMPLES = 64
-"""Most samples of a sensitivity pass on a CPU. Assumption: enough rows to meet rare ones, cheap enough to leave the budget
-alone."""
+MOST_SAMPLES = 64
+"""Most samples of a sensitivity pass. Assumption: enough rows to meet rare ones, cheap enough to leave the budget alone; the range
+screen sees whole batches."""
 
 # A score that is not finite: worse than any combination of finite parts, and still a number a solver can add.
 _BROKEN = 10.0
@@ -48,7 +48,7 @@ _BROKEN = 10.0
 class _Subject:
     """What is being profiled: a model that trains along the way, its first batches on the device, and where it runs.
 
-    ``samples`` are those of a batch that fit into memory in FP32.
+    ``samples`` are those of a batch that fit into memory in FP32; ``draws`` says whether a step draws random numbers.
     """
 
     workload: Workload
@@ -58,6 +58,7 @@ class _Subject:
     batches: tuple[Any, ...]
     optimizer: torch.optim.Optimizer
     samples: int
+    draws: bool
 
     @property
     def names(self) -> list[str]:
@@ -93,7 +94,7 @@ def profile(
     wanted: tuple[Precision, ...] = tuple(dict.fromkeys(("fp32", *precisions)))
     low = tuple(precision for precision in wanted if precision != "fp32")
     with untouched_random_state():
-        subject = _subject(workload, target, look, trace.samples, seed, steps)
+        subject = _subject(workload, target, look, trace, seed, steps)
         recorded = [_record(subject, 0)]
         scorings = [_sensitivity(subject, 0, low, recorded)]
         for index in range(1, steps):
@@ -109,12 +110,13 @@ def profile(
     )
 
 
-def _subject(workload: Workload, target: Target, look: Look, samples: int, seed: int, steps: int) -> _Subject:
+def _subject(workload: Workload, target: Target, look: Look, trace: OpTrace, seed: int, steps: int) -> _Subject:
     seed_everything(seed)
     model = workload.build_model().to(target.device).train()
     stream = iter(workload.batches(workload.batch_size, seed))
     batches = tuple(to_device(next(stream), target.device) for _ in range(steps + 1))
-    return _Subject(workload, target, look, model, batches, workload.build_optimizer(model), samples)
+    draws = any(op.draws for op in trace.ops)
+    return _Subject(workload, target, look, model, batches, workload.build_optimizer(model), trace.samples, draws)
 
 
 def _record(subject: _Subject, index: int) -> StepRanges:
@@ -146,9 +148,7 @@ def _sensitivity(subject: _Subject, index: int, precisions: Sequence[Precision],
 
 def _with_what_fits(subject: _Subject, index: int, run: Callable[[Any], _T]) -> _T:
     """Runs over a batch, or over the largest part of it that fits into memory."""
-    sizes = subject.look.micro_batches
-    if subject.target.device != "cuda":
-        sizes = tuple(size for size in sizes if size <= CPU_SAMPLES) or sizes[-1:]
+    sizes = tuple(size for size in subject.look.micro_batches if size <= MOST_SAMPLES) or subject.look.micro_batches[-1:]
     for size in sizes[:-1]:
         try:
             return run(subject.part(index, size))
@@ -181,27 +181,26 @@ def _policies(look: Look, precision: Precision) -> Callable[[Sequence[str]], Pol
 
 
 def _scene(subject: _Subject, part: Any) -> Scene:
-    ops = {name for layer in subject.look.layers for name in layer.ops}
-    random = any(word in name for name in ops for word in ("dropout", "bernoulli", "rand", "normal_", "attention"))
     return Scene(
         model=subject.model,
         batch=part,
         loss=subject.workload.loss,
         layers=tuple(subject.names),
         cuda_rules=subject.target.cuda_rules,
-        random=random or _draws(subject.model),
+        random=subject.draws,
         in_place=True,
     )
 
 
-def _draws(model: nn.Module) -> bool:
-    return any(
-        getattr(module, "dropout", None) or isinstance(module, nn.modules.dropout._DropoutNd) for module in model.modules()
-    )
-
-
 def rescore(
-    workload: Workload, target: Target, look: Look, policy: Policy, *, scale: float = 1.0, seed: int = 0
+    workload: Workload,
+    target: Target,
+    look: Look,
+    policy: Policy,
+    *,
+    trace: OpTrace,
+    scale: float = 1.0,
+    seed: int = 0,
 ) -> dict[str, Score]:
     """Scores every layer in the precision a policy gives it, with the policy's other layers around it active.
 
@@ -216,7 +215,7 @@ def rescore(
         return score(scene, tape, twin, lambda _lifted: plain, scale=scale)[0]
 
     with untouched_random_state():
-        subject = _subject(workload, target, look, look.micro_batches[0], seed, 0)
+        subject = _subject(workload, target, look, trace, seed, 0)
         return _with_what_fits(subject, 0, lambda part: scored(subject, part))
 
 

@@ -120,6 +120,7 @@ def record(scene: Scene) -> Tape:
         for parameter in scene.model.parameters():
             if parameter.grad is not None:
                 recorder.tape.parameter_grads[parameter] = parameter.grad.detach().clone()
+        recorder.tape.seal()
     return recorder.tape
 
 
@@ -235,14 +236,14 @@ def _read(errors: dict[str, LayerErrors], parameters: dict[str, list[tuple[Tenso
     tensors: list[Tensor] = []
     for name, found in errors.items():
         for group in (*found.outputs, *found.input_grads, *parameters.get(name, [])):
-            tensors.extend(group)
+            tensors.extend(part for part in group if isinstance(part, Tensor))
         tensors.extend(found.harms)
         tensors.extend(found.bad)
     values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
     read: dict[str, _Errors] = {}
     for name, found in errors.items():
-        outputs = [(next(values), next(values)) for _ in found.outputs]
-        inputs = [_astray(next(values), next(values), next(values)) for _ in found.input_grads]
+        outputs = [(next(values), size) for _, size in found.outputs]
+        inputs = [_astray(next(values), size, size + next(values)) for _, size, _ in found.input_grads]
         weights = [_relative(next(values), next(values)) for _ in parameters.get(name, [])]
         harm = sum(next(values) for _ in found.harms)
         bad = sum(next(values) for _ in found.bad) > 0

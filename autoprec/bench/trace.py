@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.bench.attribution import LOSS, LayerStack, created_nodes, float32_reference, layer_names, running_node
-from autoprec.bench.ops import base_name, flops_of, kind_of, tensors_in
+from autoprec.bench.ops import base_name, draws_random_numbers, flops_of, kind_of, tensors_in
 from autoprec.bench.optrace import Op, OpTrace, Origin, Saved, Value, elements_in_memory
 from autoprec.records import Edge, Layer
 from autoprec.runtime.layers import layer_kind, own_shapes
@@ -125,6 +125,7 @@ class OpRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops=flops_of(func, args, kwargs, out),
             forward=self._forward_of_node.get(node, -1) if node is not None else -1,
             recomputed=backward and self._stack.inside,
+            draws=draws_random_numbers(func, args, kwargs),
         )
         if not backward:
             self._forward_of_node.setdefault(created_nodes() - 1, len(self.ops))

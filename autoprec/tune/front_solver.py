@@ -99,7 +99,11 @@ def solve_front(
     # HiGHS lets go of Python's lock while it solves.
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as pool:
         fastest, safest = pool.map(lambda objective: _solve(problem, objective, None, limit), (problem.time_s, harm))
-        budgets = [] if fastest is None or safest is None else _budgets(problem.time_s @ fastest, problem.time_s @ safest, size)
+        budgets = (
+            []
+            if fastest is None or safest is None
+            else _budgets(float(problem.time_s @ fastest), float(problem.time_s @ safest), size)
+        )
         between = list(pool.map(lambda budget: _solve(problem, harm, budget, limit), budgets))
     solutions = [safest, *between, fastest]
     found = [_decode(problem, solution, look, profile, allowed) for solution in solutions if solution is not None]

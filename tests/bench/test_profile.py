@@ -357,7 +357,7 @@ def test_layers_are_scored_again_with_an_assignment_around_them():
     look, _ = trace_workload(workload, target)
     low = uniform_policy(look, "fp16")
     cured = low.model_copy(update={"layers": {"middle": LayerSetting(precision="fp32")}})
-    before, after = (rescore(workload, target, look, policy, scale=1024.0) for policy in (low, cured))
+    before, after = (rescore(workload, target, look, policy, trace=trace, scale=1024.0) for policy in (low, cured))
     assert before["middle"].total > 0.5
     assert after["middle"].total < before["middle"].total / 100
     assert after["stem"].total == pytest.approx(before["stem"].total, rel=0.5)
