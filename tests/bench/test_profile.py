@@ -354,7 +354,7 @@ def test_a_profile_leaves_process_state_alone_and_says_the_same_twice():
 
 def test_layers_are_scored_again_with_an_assignment_around_them():
     workload, target = workload_of(lambda: Net(OnePassNorm())), stands_for_4090d()
-    look, _ = trace_workload(workload, target)
+    look, trace = trace_workload(workload, target)
     low = uniform_policy(look, "fp16")
     cured = low.model_copy(update={"layers": {"middle": LayerSetting(precision="fp32")}})
     before, after = (rescore(workload, target, look, policy, trace=trace, scale=1024.0) for policy in (low, cured))
