@@ -184,6 +184,7 @@ class Environment(Record):
     torch_version: str
     python_version: str
     platform: str
+    cuda_version: str | None = None
 
 
 class Measurement(Record):

@@ -120,7 +120,7 @@ def run_step(training: Training, clock: StepClock, step: int, window: Window) ->
 
 def look_at(training: Training) -> Failure | None:
     """Reads losses and scales so far; waits for the device."""
-    return divergence_of(_read(training.losses), _read(training.scales), training.policy)
+    return divergence_of(training.losses.values(), training.scales.values(), training.policy)
 
 
 def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
@@ -133,7 +133,7 @@ def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
     if buffer is not None:
         layer = buffer.rpartition(".")[0]
         return Failure(kind="diverged", message=f"buffer {buffer} holds NaN or infinity though the loss is finite", layer=layer)
-    losses, scales = _read(training.losses), _read(training.scales)
+    losses, scales = training.losses.values(), training.scales.values()
     skipped = skipped_steps(scales, training.policy.loss_scale.init)
     return Measurement(
         losses=tuple(losses),
@@ -147,10 +147,6 @@ def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
         host_bound=clock.host_bound,
         environment=environment(target.device),
     )
-
-
-def _read(values: list[torch.Tensor]) -> list[float]:
-    return torch.stack(values).double().tolist() if values else []
 
 
 def _located(failure: Failure, workload: Workload, target: Target, policy: Policy, window: Window, start: Start) -> Failure:
