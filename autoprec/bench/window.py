@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Protocol
 
 import torch
@@ -95,8 +97,8 @@ def _train(workload: Workload, target: Target, policy: Policy, window: Window, s
                 if step in _EARLY_LOOKS or step % _LOOK_EVERY_STEPS == _LOOK_EVERY_STEPS - 1:
                     failure = look_at(training)
                     if failure is not None:
-                        return training, failure
-            return training, finished(training, clock, target)
+                        return training, _with_losses(failure, training)
+            return training, _with_losses(finished(training, clock, target), training)
         except (WorkloadError, PolicyMismatch):
             raise
         except Exception as error:
@@ -105,6 +107,13 @@ def _train(workload: Workload, target: Target, policy: Policy, window: Window, s
         if training is not None:
             training.close()
         raise
+
+
+def _with_losses(outcome: Outcome, training: Training) -> Outcome:
+    """A failure with the losses that led to it."""
+    if not isinstance(outcome, Failure):
+        return outcome
+    return outcome.model_copy(update={"losses": tuple(itertools.takewhile(math.isfinite, training.losses.values()))})
 
 
 def run_step(training: Training, clock: StepClock, step: int, window: Window) -> None:
