@@ -197,9 +197,8 @@ def verdict_of(policy: Trained, noise: Noise, tolerance: float) -> tuple[Verdict
         verdict = judge(policy.gaps, noise.floor, tolerance=tolerance, noise_pairs=noise.pairs)
         return verdict.status, verdict.text, verdict
     assert lost.failure is not None
-    where = f" in layer {lost.failure.layer}" if lost.failure.layer else ""
     kind = lost.failure.kind.replace("_", " ")
-    text = f"the policy's run on seed {lost.seed} failed ({kind}{where}): {failure_words(lost.failure)}"
+    text = f"the policy's run on seed {lost.seed} failed ({kind}): {failure_words(lost.failure)}"
     if lost.failure.kind in UNDECIDED_FAILURES:
         return "inconclusive", f"Inconclusive: {text}. The same command tries it again.", None
     return "rejected", f"Rejected: {text}.", None

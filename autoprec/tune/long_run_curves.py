@@ -97,9 +97,10 @@ def _mean(curves: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 
 def sparkline(values: Sequence[float], low: float, high: float, *, signs: str = BLOCKS) -> str:
-    """A character a value, the higher the taller."""
-    top = len(signs) - 1
-    span = high - low
+    """A character a value, the higher the taller; by logarithm where all are positive, since losses fall steeply at first."""
+    if low > 0:
+        low, high, values = math.log(low), math.log(high), [math.log(max(value, low)) for value in values]
+    top, span = len(signs) - 1, high - low
     return "".join(signs[round(min(max((value - low) / span, 0.0), 1.0) * top) if span > 0 else 0] for value in values)
 
 
