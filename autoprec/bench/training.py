@@ -148,7 +148,7 @@ def undisturbed(target: Target) -> Iterator[None]:
     default_dtype = torch.get_default_dtype()
     with untouched_random_state(), torch.enable_grad(), warnings.catch_warnings():
         # A policy for another card is the point here, and its warning is for people who load one.
-        warnings.filterwarnings("ignore", message=".*policy was made.*")
+        warnings.filterwarnings("ignore", message=".*policy was (made|tuned).*")
         try:
             if target.cuda_rules:
                 with cuda_autocast_rules():

@@ -108,5 +108,5 @@ def _probe_s(bench: Measuring, policy: Policy, probe: Window) -> float:
     start_s = time.monotonic()
     outcome = bench.window(policy, probe)
     if isinstance(outcome, Failure):
-        raise AutoprecError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
+        raise WorkloadError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
     return time.monotonic() - start_s
