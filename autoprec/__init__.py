@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autoprec.errors import AutoprecError, PolicyError, PolicyMismatch, UserError, WorkloadError
     from autoprec.policy import Policy, load_policy, save_policy
     from autoprec.runtime import AppliedPolicy, apply_policy, remove_policy
-    from autoprec.session import TuneResult, tune
+    from autoprec.session import TuneResult, VerifyResult, tune, verify
 
 __version__ = "0.1.0"
 
@@ -24,12 +24,14 @@ _HOMES = {
     "PolicyMismatch": "autoprec.errors",
     "TuneResult": "autoprec.session",
     "UserError": "autoprec.errors",
+    "VerifyResult": "autoprec.session",
     "WorkloadError": "autoprec.errors",
     "apply_policy": "autoprec.runtime",
     "load_policy": "autoprec.policy",
     "remove_policy": "autoprec.runtime",
     "save_policy": "autoprec.policy",
     "tune": "autoprec.session",
+    "verify": "autoprec.session",
 }
 __all__ = [
     "AppliedPolicy",
@@ -39,6 +41,7 @@ __all__ = [
     "PolicyMismatch",
     "TuneResult",
     "UserError",
+    "VerifyResult",
     "WorkloadError",
     "__version__",
     "apply_policy",
@@ -46,6 +49,7 @@ __all__ = [
     "remove_policy",
     "save_policy",
     "tune",
+    "verify",
 ]
 
 

@@ -100,6 +100,48 @@ def tune(
 
 @cli.command()
 @click.argument("policy", type=click.Path(path_type=Path))
+@click.argument("model")
+@click.option("--steps", type=int, help="Steps of every training. Default: 10 times the tune's trial window, or 1200.")
+@click.option(
+    "--seeds", type=int, default=3, show_default=True, help="Trainings of every set-up; up to twice as many if unclear."
+)
+@click.option("--tolerance", type=float, default=0.01, show_default=True, help="Loss gap to FP32 that passes.")
+@click.option("--gpu", help="Card, or 'cpu'. Default: the CUDA device here; without one the CPU stands in for the policy's card.")
+@click.option("--predict", is_flag=True, help="Let another CUDA card that is here stand in for the one named.")
+@click.option("--out", type=click.Path(path_type=Path), help="Folder of the evidence. Default: verify-<n> beside the policy.")
+def verify(
+    policy: Path,
+    model: str,
+    steps: int | None,
+    seeds: int,
+    tolerance: float,
+    gpu: str | None,
+    predict: bool,
+    out: Path | None,
+) -> None:
+    """Train FP32 and a POLICY (a policy.json or a run's folder) of MODEL for many steps from the same start and compare the losses.
+
+    For before a big training, and on a new card or torch version. Exit code 0: the policy passed; 1: it was rejected, or the
+    answer is not clear. The same command carries on where it stopped. MODEL is your own code and runs as such.
+    """
+    from rich.console import Console
+
+    from autoprec.session import VerifySettings, run_verify
+    from autoprec.terminal import TerminalProgress, print_verification
+
+    settings = VerifySettings(
+        policy=policy, workload=model, steps=steps, seeds=seeds, tolerance=tolerance, gpu=gpu, predict=predict, out=out
+    )
+    console = Console()
+    with TerminalProgress(console) as progress:
+        result = run_verify(settings, progress)
+    print_verification(console, result)
+    if result.status != "passed":
+        sys.exit(1)
+
+
+@cli.command()
+@click.argument("policy", type=click.Path(path_type=Path))
 @click.option("--all", "every_layer", is_flag=True, help="List every layer instead of summaries.")
 def show(policy: Path, every_layer: bool) -> None:
     """Print a POLICY file (or that of a run's folder): what differs from stock AMP, why, and on what evidence."""

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from autoprec.policy import Origin, Outputs, Policy, Precision, ReasonKind
 
 FailureKind = Literal["out_of_memory", "diverged", "scale_collapsed", "unsupported", "timeout", "crashed"]
+# A process that died or hung says nothing about the policy.
+UNDECIDED_FAILURES: tuple[FailureKind, ...] = ("crashed", "timeout")
 VerdictStatus = Literal["passed", "rejected", "inconclusive"]
 
 
@@ -184,6 +186,7 @@ class Environment(Record):
     torch_version: str
     python_version: str
     platform: str
+    cuda_version: str | None = None
 
 
 class Measurement(Record):
@@ -229,7 +232,8 @@ class Measurement(Record):
 class Failure(Record):
     """Why a window gave no samples; a value, never raised past the bench.
 
-    ``layer`` names the module that raised or first went non-finite, where that is known; ``step`` the step it happened in.
+    ``layer`` names the module that raised or first went non-finite, where that is known; ``step`` the step it happened in;
+    ``losses`` are those of the steps before, as far as they are finite.
     """
 
     kind: FailureKind
@@ -237,6 +241,7 @@ class Failure(Record):
     layer: str | None = None
     step: int | None = None
     traceback: str = ""
+    losses: tuple[float, ...] = ()
 
 
 Outcome = Measurement | Failure

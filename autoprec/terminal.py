@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,16 +12,25 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from autoprec.bench.gpus import Gpu, normalised
 from autoprec.policy import Figures
-from autoprec.session import TuneResult
+from autoprec.session import TuneResult, VerifyResult
+from autoprec.session.long_run_arms import THE_POLICY
+from autoprec.tune import quantities
+from autoprec.tune.long_run import VERIFY_FILE, LongRun, Timed
+from autoprec.tune.long_run_curves import BLOCKS, curves_of, departure_strip, sparkline
+
+# Characters of a loss line, and rows of the table of losses: a terminal of 80 columns holds them.
+SPARK_POINTS, TABLE_POINTS = 40, 8
 
 
 class TerminalProgress:
     """A progress bar with stage, windows done, best so far and time; plain lines where the output is not a terminal."""
 
-    def __init__(self, console: Console, budget_s: float) -> None:
+    def __init__(self, console: Console, budget_s: float | None = None) -> None:
+        """``budget_s`` is the planned wall time in seconds; without one no time left is shown."""
         self._console = console
         self._budget_s = budget_s
         self._start_s = time.monotonic()
@@ -70,6 +80,8 @@ class TerminalProgress:
         self._console.print(text, highlight=False, markup=False, soft_wrap=not self._console.is_terminal)
 
     def _left(self) -> str:
+        if self._budget_s is None:
+            return ""
         left_s = self._budget_s - (time.monotonic() - self._start_s)
         return f"about {left_s / 60:.1f} min left" if left_s > 0 else "over the planned time"
 
@@ -122,6 +134,75 @@ def print_result(console: Console, result: TuneResult) -> None:
     ):
         console.print(f"  {label:<7} {path}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"\nReview: optuna-dashboard sqlite:///{result.study_path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def print_verification(console: Console, result: VerifyResult) -> None:
+    """Prints the loss of policy and FP32 over the run, the speed, the verdict and where everything is."""
+    run = result.long_run
+    console.print()
+    for line in loss_lines(run, unicode=(console.encoding or "").lower().startswith("utf")):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(stretches_table(run))
+    for speed in run.speeds:
+        if speed.name != THE_POLICY:
+            console.print(speed_line(speed), highlight=False, markup=False, soft_wrap=True)
+    style = {"passed": "bold green", "rejected": "bold red", "inconclusive": "bold yellow"}[run.status]
+    console.print(Text(run.text, style=style), soft_wrap=True)
+    for note in run.notes:
+        console.print(f"Note: {note}", highlight=False, markup=False, soft_wrap=True)
+    console.print()
+    paths = [("losses", result.folder / VERIFY_FILE), ("page", result.page_path), ("picture", result.picture_path)]
+    paths += [("report", result.run_report)] if result.run_report else []
+    for label, path in paths:
+        console.print(f"  {label:<7} {path}", highlight=False, markup=False, soft_wrap=True)
+
+
+def loss_lines(run: LongRun, *, unicode: bool = True) -> list[str]:
+    """Three lines of a character a stretch: FP32's loss, the policy's, and whether their difference is noise."""
+    curves = curves_of(run, points=SPARK_POINTS)
+    known = [loss for loss in (*curves.fp32, *curves.policy) if math.isfinite(loss)]
+    low, high, signs = min(known), max(known), BLOCKS if unicode else "_.-=^"
+    lines = [f"FP32       {sparkline(curves.fp32, low, high, signs=signs)}  loss {curves.fp32[0]:.4g} to {curves.fp32[-1]:.4g}"]
+    if curves.policy:
+        spark = sparkline(curves.policy, low, high, signs=signs)
+        lines.append(f"policy     {spark}  loss {curves.policy[0]:.4g} to {curves.policy[-1]:.4g}")
+        strip = departure_strip(curves, run.limit)
+        key = "· inside FP32's own noise, - inside the limit, + above, v below"
+        lines.append(f"departure  {strip}  {key}")
+        lines[-1] = lines[-1] if unicode else lines[-1].replace("·", "o")
+    if curves.lost:
+        lines.append(f"lost run   {sparkline(curves.lost, low, high, signs=signs)}x loss {curves.lost[-1]:.4g} before it failed")
+    return lines
+
+
+def stretches_table(run: LongRun) -> Table:
+    """The run in a few stretches: losses of both, the departure, and what FP32 departs from itself by."""
+    curves = curves_of(run, points=TABLE_POINTS, smoothed=False)
+    seeds = len(curves.departures) or 1
+    table = Table(title=f"Mean loss over {seeds} {'seed' if seeds == 1 else 'seeds'}", title_justify="left", box=SIMPLE)
+    for heading in ("up to step", "FP32", "policy", "departure", "FP32's noise"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for index, step in enumerate(curves.steps):
+        departs = curves.departure[index] if index < len(curves.departure) else None
+        noise = curves.band[index] if index < len(curves.band) else None
+        table.add_row(
+            f"{step:,}",
+            f"{curves.fp32[index]:.4g}",
+            f"{curves.policy[index]:.4g}" if index < len(curves.policy) else "-",
+            f"{departs:+.2%}" if departs is not None else "-",
+            f"± {quantities.gap(noise)}" if noise is not None else "-",
+        )
+    return table
+
+
+def speed_line(speed: Timed) -> str:
+    """How the policy's speed compares with an arm's."""
+    if speed.failure or speed.policy_ratio is None:
+        return f"speed: {speed.name} not timed: {speed.failure or 'the policy has no times'}"
+    interval = ""
+    if speed.policy_ratio_low is not None and speed.policy_ratio_high is not None:
+        interval = f" ({speed.policy_ratio_low:.2f} to {speed.policy_ratio_high:.2f})"
+    return f"speed: the policy is {speed.policy_ratio:.2f}x as fast as {speed.name}{interval}, {speed.speed_origin}"
 
 
 def gpu_table(gpus: Sequence[Gpu]) -> Table:

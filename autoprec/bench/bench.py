@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autoprec.bench.arms import interleave
-from autoprec.bench.data import Start
+from autoprec.bench.data import LongBatches, Start
 from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
 from autoprec.bench.profile import profile, rescore
@@ -17,7 +17,7 @@ from autoprec.bench.window import run_window
 from autoprec.bench.workload import Workload, load_workload
 from autoprec.bench.workload_check import check_workload
 from autoprec.policy import Policy, Precision
-from autoprec.records import Look, Outcome, Profile, Window
+from autoprec.records import Look, Measurement, Outcome, Profile, Window
 
 
 class Bench:
@@ -91,3 +91,34 @@ class Bench:
             return None
         seen, trace = self._traced()
         return RooflineSpeed(trace, self._target.gpu, seen)
+
+
+class LongRunBench(Bench):
+    """A bench whose windows see all the data, however many steps they have; arms are timed on a few kept batches, as ever.
+
+    The batches of one seed only are held in memory, so run all windows of a seed before those of the next.
+    """
+
+    def __init__(self, workload: Any, target: Target) -> None:
+        """See ``Bench``."""
+        super().__init__(workload, target)
+        self._long: tuple[int, Start] | None = None
+
+    def window(self, policy: Policy, window: Window) -> Outcome:
+        """Trains one window under a policy; says in its note how often the data was gone through, where it ended."""
+        start = self._long_start_of(window.seed)
+        outcome = run_window(self._checked(), self._target, policy, window, start, self._speed())
+        length = start.batches.pass_length if isinstance(start.batches, LongBatches) else None
+        if not isinstance(outcome, Measurement) or length is None:
+            return outcome
+        note = (
+            f"batches() ended after {length:,} batches and was started again with the same seed: {window.steps:,} steps go "
+            f"{window.steps / length:.1f} times through the same batches in the same order"
+        )
+        return outcome.model_copy(update={"note": note})
+
+    def _long_start_of(self, seed: int) -> Start:
+        if self._long is None or self._long[0] != seed:
+            self._long = None  # before the next one fills
+            self._long = (seed, Start(self._checked(), seed, pinned=self._target.device == "cuda", kind=LongBatches))
+        return self._long[1]

@@ -10,6 +10,7 @@ from torch import nn
 
 from autoprec.bench.batch import batch_bytes, pin
 from autoprec.bench.seeding import seed_everything
+from autoprec.bench.stream import own_random_state
 from autoprec.bench.workload import Workload
 from autoprec.errors import WorkloadError
 
@@ -33,23 +34,68 @@ class Batches:
 
     def __getitem__(self, index: int) -> Any:
         while len(self._kept) <= index and not self._full:
-            batch = self._draw()
-            size = batch_bytes(batch)
-            self._full = bool(self._kept) and self._bytes + size > self._limit_bytes
-            if not self._full:
-                self._kept.append(pin(batch) if self._pinned else batch)
-                self._bytes += size
+            try:
+                batch = next(self._stream)
+            except StopIteration:
+                raise self._ended(len(self._kept)) from None
+            self._keep(batch)
         return self._kept[index % len(self._kept)]
 
-    def _draw(self) -> Any:
-        try:
-            return next(self._stream)
-        except StopIteration:
-            raise WorkloadError(
-                f"batches(batch_size={self._workload.batch_size}, seed={self._seed}) ended after {len(self._kept)} batches; a window "
-                "needs more.",
-                hint="Make batches() endless: start over when the data is used up.",
-            ) from None
+    def _keep(self, batch: Any) -> Any:
+        """The batch, pinned where asked; kept where it fits. The first one always is."""
+        batch = pin(batch) if self._pinned else batch
+        size = batch_bytes(batch)
+        self._full = self._full or (bool(self._kept) and self._bytes + size > self._limit_bytes)
+        if not self._full:
+            self._kept.append(batch)
+            self._bytes += size
+        return batch
+
+    def _ended(self, came: int) -> WorkloadError:
+        return WorkloadError(
+            f"batches(batch_size={self._workload.batch_size}, seed={self._seed}) ended after {came} batches; a window needs more.",
+            hint="Make batches() endless: start over when the data is used up.",
+        )
+
+
+class LongBatches(Batches):
+    """The same for runs of many steps, which are to see all the data: what is not kept is made again in every window.
+
+    A stream that ends is started again with the same seed. Batches are drawn under a random state of their own, so that it does
+    not matter which of them a window has to make.
+
+    Attributes:
+        pass_length: after how many batches the stream ended; None where it has not.
+    """
+
+    def __init__(self, workload: Workload, seed: int, *, pinned: bool, limit_bytes: int = KEPT_BYTES) -> None:
+        super().__init__(workload, seed, pinned=pinned, limit_bytes=limit_bytes)
+        self.pass_length: int | None = None
+        self._restart()
+
+    def __getitem__(self, index: int) -> Any:
+        place = index % self.pass_length if self.pass_length else index
+        if place < len(self._kept):
+            return self._kept[place]
+        if place < self._drawn:
+            self._restart()
+        batch: Any = None
+        while self._drawn <= place:
+            try:
+                batch = next(self._stream)
+            except StopIteration:
+                if not self._drawn:
+                    raise self._ended(0) from None
+                self.pass_length = self._drawn
+                return self[index]
+            if self._drawn == len(self._kept) or self._drawn == place:
+                batch = self._keep(batch)
+            self._drawn += 1
+        return batch
+
+    def _restart(self) -> None:
+        self._drawn = 0
+        self._stream = own_random_state(iter(self._workload.batches(self._workload.batch_size, self._seed)), self._seed)
 
 
 class Start:
@@ -58,8 +104,8 @@ class Start:
     A window gets a deep copy of the model; one that cannot be copied is built anew each time.
     """
 
-    def __init__(self, workload: Workload, seed: int, *, pinned: bool) -> None:
-        self.batches = Batches(workload, seed, pinned=pinned)
+    def __init__(self, workload: Workload, seed: int, *, pinned: bool, kind: type[Batches] = Batches) -> None:
+        self.batches = kind(workload, seed, pinned=pinned)
         self._workload, self._seed = workload, seed
         self._model: nn.Module | None = None
         self._copies = True

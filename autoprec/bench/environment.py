@@ -22,6 +22,7 @@ def environment(device: str) -> Environment:
         torch_version=torch.__version__,
         python_version=platform.python_version(),
         platform=platform.platform(),
+        cuda_version=torch.version.cuda if on_cuda else None,
     )
 
 

@@ -62,7 +62,7 @@ def dataset_batches(build: Callable[[], Any], collate: Callable[[Any], Any] | No
 
     def stream(batch_size: int, seed: int) -> Iterator[Any]:
         loader = _loader(build(), collate, batch_size, seed)
-        return _own_random_state(_epochs(loader), seed)
+        return own_random_state(_epochs(loader), seed)
 
     return stream
 
@@ -105,7 +105,7 @@ def _epochs(loader: DataLoader[Any]) -> Iterator[Any]:
             return
 
 
-def _own_random_state(batches: Iterator[Any], seed: int) -> Iterator[Any]:
+def own_random_state(batches: Iterator[Any], seed: int) -> Iterator[Any]:
     """Draws each batch under a random state of its own, so that neither the transforms nor the training disturb each other."""
     outside = RandomState.now()
     seed_everything(seed)

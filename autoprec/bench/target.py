@@ -9,7 +9,7 @@ import torch
 from autoprec.bench.environment import processor_name
 from autoprec.bench.gpus import Gpu, find_gpu, gpu_of_device_name, normalised
 from autoprec.errors import DeviceError
-from autoprec.policy import PRECISIONS, Origin, Precision
+from autoprec.policy import PRECISIONS, Fingerprint, Origin, Precision
 
 # What a CUDA context and the libraries' own memory take off a card, and a margin for fragmentation, when a smaller card is
 # stood in for. Source: assumption, about 0.5 to 0.8 GiB seen for a context with cuBLAS and cuDNN loaded.
@@ -122,6 +122,31 @@ def resolve_target(gpu: str | None, *, predict: bool = False) -> Target:
             hint="Give a card's name to predict its speed (--gpu 4090d), or --gpu cpu to measure this processor.",
         )
     return _predicted(find_gpu(gpu), device="cpu", here="")
+
+
+def resolve_target_of(made: Fingerprint, gpu: str | None, *, predict: bool = False) -> Target:
+    """Decides where a policy that exists is looked at: as ``resolve_target`` does, but without a CUDA GPU and a name the CPU stands
+    in for the card that the policy was made for.
+
+    Args:
+        made: what the policy was made for.
+        gpu: what the user named, or None.
+        predict: with another card than the one that is here, predict its speed and measure numerics here.
+
+    Raises:
+        DeviceError: as ``resolve_target``, or the policy's card is not in the table.
+    """
+    if gpu is not None or torch.cuda.is_available():
+        return resolve_target(gpu, predict=predict)
+    if made.capability is None:
+        return resolve_target("cpu")
+    card = gpu_of_device_name(made.device)
+    if card is None:
+        raise DeviceError(
+            f"torch finds no CUDA GPU here, and the policy was made for the {made.device}, which is not in the table of cards.",
+            hint="Name a card that is (--gpu 4090d; 'autoprec gpus' lists them): the CPU then stands in for it.",
+        )
+    return resolve_target(card.key)
 
 
 def _with_cuda(gpu: str | None, predict: bool) -> Target:

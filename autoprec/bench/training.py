@@ -23,15 +23,34 @@ from autoprec.records import Window
 from autoprec.runtime import apply_policy
 
 
+class Readings:
+    """A number a step that stays on the device until somebody asks; each is fetched once, however long the run."""
+
+    def __init__(self) -> None:
+        self._fetched: list[float] = []
+        self._waiting: list[Tensor] = []
+
+    def append(self, value: Tensor) -> None:
+        """Takes the next scalar; waits for nothing."""
+        self._waiting.append(value)
+
+    def values(self) -> list[float]:
+        """All of them so far; waits for the device."""
+        if self._waiting:
+            self._fetched += torch.stack(self._waiting).double().tolist()
+            self._waiting = []
+        return self._fetched
+
+
 class Training:
     """A fresh model with its optimizer and scaler; ``step`` trains one effective batch.
 
     Attributes:
         policy: the policy it trains under.
         model: the model, on the target's device.
-        losses: loss of every step, still on the device.
+        losses: loss of every step.
         infinite_at_start: buffers that hold infinities on purpose, such as masks.
-        scales: loss scale after every step, still on the device; empty without a scaler.
+        scales: loss scale after every step; empty without a scaler.
     """
 
     def __init__(self, workload: Workload, target: Target, policy: Policy, window: Window, start: Start) -> None:
@@ -51,8 +70,7 @@ class Training:
             raise
         self._needs_closure = steps_with_closure(workload, self._optimizer)
         self.infinite_at_start = nonfinite_buffers(self.model)
-        self.losses: list[Tensor] = []
-        self.scales: list[Tensor] = []
+        self.losses, self.scales = Readings(), Readings()
         # Again, so that dropout draws the same whatever building and compiling drew.
         seed_everything(window.seed)
 
@@ -108,7 +126,7 @@ class Training:
         """Undoes the policy (flags included) and lets go of the model."""
         self._applied.remove()
         self._optimizer.state.clear()
-        self.losses, self.scales = [], []
+        self.losses, self.scales = Readings(), Readings()
 
 
 def perturb(model: nn.Module, size: float, seed: int) -> None:
@@ -130,7 +148,7 @@ def undisturbed(target: Target) -> Iterator[None]:
     default_dtype = torch.get_default_dtype()
     with untouched_random_state(), torch.enable_grad(), warnings.catch_warnings():
         # A policy for another card is the point here, and its warning is for people who load one.
-        warnings.filterwarnings("ignore", message=".*policy was made.*")
+        warnings.filterwarnings("ignore", message=".*policy was (made|tuned).*")
         try:
             if target.cuda_rules:
                 with cuda_autocast_rules():

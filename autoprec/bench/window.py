@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Protocol
 
 import torch
@@ -95,8 +97,8 @@ def _train(workload: Workload, target: Target, policy: Policy, window: Window, s
                 if step in _EARLY_LOOKS or step % _LOOK_EVERY_STEPS == _LOOK_EVERY_STEPS - 1:
                     failure = look_at(training)
                     if failure is not None:
-                        return training, failure
-            return training, finished(training, clock, target)
+                        return training, _with_losses(failure, training)
+            return training, _with_losses(finished(training, clock, target), training)
         except (WorkloadError, PolicyMismatch):
             raise
         except Exception as error:
@@ -105,6 +107,13 @@ def _train(workload: Workload, target: Target, policy: Policy, window: Window, s
         if training is not None:
             training.close()
         raise
+
+
+def _with_losses(outcome: Outcome, training: Training) -> Outcome:
+    """A failure with the losses that led to it."""
+    if not isinstance(outcome, Failure):
+        return outcome
+    return outcome.model_copy(update={"losses": tuple(itertools.takewhile(math.isfinite, training.losses.values()))})
 
 
 def run_step(training: Training, clock: StepClock, step: int, window: Window) -> None:
@@ -120,7 +129,7 @@ def run_step(training: Training, clock: StepClock, step: int, window: Window) ->
 
 def look_at(training: Training) -> Failure | None:
     """Reads losses and scales so far; waits for the device."""
-    return divergence_of(_read(training.losses), _read(training.scales), training.policy)
+    return divergence_of(training.losses.values(), training.scales.values(), training.policy)
 
 
 def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
@@ -133,7 +142,7 @@ def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
     if buffer is not None:
         layer = buffer.rpartition(".")[0]
         return Failure(kind="diverged", message=f"buffer {buffer} holds NaN or infinity though the loss is finite", layer=layer)
-    losses, scales = _read(training.losses), _read(training.scales)
+    losses, scales = training.losses.values(), training.scales.values()
     skipped = skipped_steps(scales, training.policy.loss_scale.init)
     return Measurement(
         losses=tuple(losses),
@@ -147,10 +156,6 @@ def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
         host_bound=clock.host_bound,
         environment=environment(target.device),
     )
-
-
-def _read(values: list[torch.Tensor]) -> list[float]:
-    return torch.stack(values).double().tolist() if values else []
 
 
 def _located(failure: Failure, workload: Workload, target: Target, policy: Policy, window: Window, start: Start) -> Failure:

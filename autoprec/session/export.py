@@ -19,6 +19,7 @@ from autoprec.session.verification import RANK_BASELINE, RANK_STOCK, RANK_TF32, 
 from autoprec.tune.charts import Curve
 from autoprec.tune.choice import Arm, median_s
 from autoprec.tune.divergence import loss_gap
+from autoprec.tune.long_run_section import sections_of
 from autoprec.tune.report import write_report
 from autoprec.tune.report_data import ReportData
 from autoprec.tune.review import write_notes
@@ -99,6 +100,7 @@ def export(context: Context, found: Found, verified: Verified, logbook: Logbook)
         verdict=verified.chosen.verdict,
         noise_floor=twin_noise(context, context.plan.verify_seeds),
         tolerance=context.settings.tolerance,
+        long_runs=sections_of(context.folder.path),
         curves=_curves(context, verified, chosen_name),
         stages=logbook.stages(),
         not_worth_it="" if worth_it else message,

@@ -52,8 +52,13 @@ def twin_noise(context: Context, seeds: int, steps: int | None = None) -> float:
 def _train(context: Context, window: Window) -> tuple[float, ...]:
     outcome = context.evaluate(context.plain_fp32(), window, role="reference")
     if isinstance(outcome, Failure):
-        raise WorkloadError(
-            f"The FP32 reference run failed ({outcome.kind}): {outcome.message}",
-            hint="autoprec compares with FP32, so FP32 has to train: mend the workload (learning rate, data, batch size) first.",
-        )
+        raise fp32_error(outcome)
     return outcome.losses
+
+
+def fp32_error(failure: Failure) -> WorkloadError:
+    """The error that a failed FP32 run is."""
+    return WorkloadError(
+        f"The FP32 reference run failed ({failure.kind}): {failure.message}",
+        hint="autoprec compares with FP32, so FP32 has to train: mend the workload (learning rate, data, batch size) first.",
+    )

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shlex
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from autoprec import __version__
 from autoprec.bench.bench import Bench
-from autoprec.bench.isolation import IsolatedBench
 from autoprec.bench.source import check_reference
 from autoprec.bench.target import Target, resolve_target
-from autoprec.errors import AutoprecError, WorkloadError
-from autoprec.policy import Batch, Policy
-from autoprec.records import Failure, Look, Window
+from autoprec.records import Look
 from autoprec.session.context import Context, Measuring
 from autoprec.session.export import TuneResult, export
 from autoprec.session.logbook import Logbook
+from autoprec.session.opening import Interrupted, first_look, fp32_that_fits, opened_bench, probed, workload_name
 from autoprec.session.progress import Progress, Silent
 from autoprec.session.reference import run_reference
 from autoprec.session.search import run_search
@@ -40,14 +36,7 @@ from autoprec.tune.run_folder import RunFolder, make_folder
 from autoprec.tune.space import SearchSpace, load_search_space, search_space_for
 from autoprec.tune.study_space import fingerprint_of
 
-PROBES = (Window(steps=3, warmup_steps=1, purpose="probe"), Window(steps=11, warmup_steps=1, purpose="probe"))
 MOST_BASELINES = 8
-
-
-class Interrupted(AutoprecError):
-    """Ctrl-C in the middle of a tune; what was measured is kept."""
-
-    exit_code = 130
 
 
 def tune(
@@ -113,10 +102,10 @@ def run_tune(settings: Settings, progress: Progress) -> TuneResult:
     check_reference(settings.workload)
     make_folder(path)
     logbook = Logbook(progress)
-    with _bench(settings.workload, target, path) as bench:
+    with opened_bench(settings.workload, target, Bench, path / "worker.log") as bench:
         for note in target.notes:
             logbook.found(note)
-        look = _look(bench, target, logbook)
+        look = first_look(bench, target, logbook)
         with RunFolder.open(path, _identity(settings, target, look, search_space)) as folder:
             try:
                 plan = _plan(settings, target, bench, folder, look)
@@ -130,41 +119,6 @@ def run_tune(settings: Settings, progress: Progress) -> TuneResult:
                     f"Stopped. {trials} finished trials of {len(folder.candidates)} windows in all are kept in {path}.",
                     hint="Run the same command again to go on from there.",
                 ) from None
-
-
-def workload_name(workload: Any) -> str:
-    """The name of a run's workload: the file's stem, the module's last part, or the object's own name."""
-    if isinstance(workload, str | Path):
-        head, _, tail = str(workload).partition(":")
-        return Path(head).stem if head.endswith(".py") or "/" in head else (tail or head).rpartition(".")[2]
-    return str(getattr(workload, "__name__", type(workload).__name__))
-
-
-@contextlib.contextmanager
-def _bench(workload: Any, target: Target, folder: Path) -> Iterator[Measuring]:
-    """A worker process for workloads given as text; objects cannot travel to another process and run in this one."""
-    if not isinstance(workload, str | Path):
-        yield Bench(workload, target)
-        return
-    bench = IsolatedBench(str(workload), target, make=Bench, log_path=folder / "worker.log")
-    try:
-        yield bench
-    finally:
-        bench.close()
-
-
-def _look(bench: Measuring, target: Target, logbook: Logbook) -> Look:
-    logbook.stage("look", 1)
-    look = bench.look()
-    logbook.advance()
-    logbook.found(
-        f"look: {len(look.layers)} layers, {look.num_parameters:,} parameters, {look.matmul_share:.0%} of an FP32 step in "
-        f"matmuls and convolutions; batch of {look.effective_batch}; FP32 loss {look.loss:.4g}; {target.numerics}"
-    )
-    for remark in (*look.notes, look.unsplittable, look.forbids_fp16):
-        if remark:
-            logbook.found(f"look: {remark}")
-    return look
 
 
 def _search_space(settings: Settings, target: Target) -> SearchSpace:
@@ -195,41 +149,10 @@ def _plan(settings: Settings, target: Target, bench: Measuring, folder: RunFolde
     if known is not None:
         return known
     # The first window pays for loading kernels and making batches; the others show by the clock what a step and a window cost.
-    policy = _fp32_that_fits(bench, look)
-    short_s, long_s = (_probe_s(bench, policy, probe) for probe in PROBES)
-    step_s = max(long_s - short_s, 0.0) / (PROBES[1].steps - PROBES[0].steps)
-    overhead_s = max(short_s - step_s * PROBES[0].steps, 0.0)
+    policy = fp32_that_fits(bench, look)
+    step_s, overhead_s = probed(bench, policy)
     on_cuda = target.device == "cuda"
     plan = plan_windows(step_s, overhead_s, settings, num_baselines=MOST_BASELINES, on_cuda=on_cuda)
     plan = plan.model_copy(update={"fp32_micro": policy.batch.micro})
     folder.save_stage("plan", plan)
     return plan
-
-
-def _fp32_that_fits(bench: Measuring, look: Look) -> Policy:
-    """FP32 with the largest micro-batch that fits into memory: a batch may have been chosen for what AMP needs.
-
-    Raises:
-        WorkloadError: none does.
-    """
-    whole = look.effective_batch
-    for micro in look.micro_batches or (whole,):
-        batch = Batch(effective=whole, micro=micro, accumulation_steps=whole // micro)
-        policy = Policy(default="fp32", batch=batch, fingerprint=fingerprint_of(look))
-        outcome = bench.window(policy, PROBES[1])
-        if not isinstance(outcome, Failure) or outcome.kind != "out_of_memory":
-            return policy
-    reason = f" It cannot be split: {look.unsplittable}" if look.unsplittable else ""
-    raise WorkloadError(
-        f"FP32 runs out of memory with micro-batches of {micro}, the smallest into which the batch of {whole} divides.{reason}",
-        hint="autoprec compares with FP32, so FP32 has to fit: lower BATCH_SIZE.",
-    )
-
-
-def _probe_s(bench: Measuring, policy: Policy, probe: Window) -> float:
-    """Wall seconds of a window, speed prediction or not."""
-    start_s = time.monotonic()
-    outcome = bench.window(policy, probe)
-    if isinstance(outcome, Failure):
-        raise AutoprecError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
-    return time.monotonic() - start_s

@@ -137,7 +137,7 @@ def _arm(context: Context, name: str, policy: Policy, rank: int, outcome: Outcom
         policy=policy,
         rank=rank,
         step_times_s=outcome.step_times_s,
-        useful_share=_useful_share(outcome),
+        useful_share=useful_share(outcome),
         speed_origin=outcome.speed_origin,
         peak_bytes=outcome.peak_bytes,
         verdict=verdict,
@@ -145,7 +145,7 @@ def _arm(context: Context, name: str, policy: Policy, rank: int, outcome: Outcom
     )
 
 
-def _useful_share(measurement: Measurement) -> float:
+def useful_share(measurement: Measurement) -> float:
     """Share of steps that did work, counted over the second half: a scale that settles at the start costs a long run nothing."""
     if not measurement.losses:
         return 1.0

@@ -14,11 +14,8 @@ from markupsafe import Markup
 
 from autoprec.policy import Precision
 from autoprec.records import Record
-
-# Mean width of a character at the charts' 12 px text in a wide face (DejaVu Sans); bold is a tenth wider. An estimate for placing
-# labels: no renderer is asked.
-CHAR_PX = 7.0
-MAX_CURVE_POINTS = 240
+from autoprec.tune import drawing
+from autoprec.tune.drawing import Axis
 
 
 class Point(Record):
@@ -59,80 +56,6 @@ class LayerCell(Record):
     title: str
 
 
-class Axis:
-    """Maps values to pixels, linearly or by logarithm."""
-
-    def __init__(self, low: float, high: float, start: float, end: float, *, log: bool = False) -> None:
-        if not high > low:
-            span = max(abs(low) * 0.1, 0.5)  # half a unit is lost beside a very large value
-            low, high = (low / 2, low * 2) if log and low > 0 else (low - span, low + span)
-        self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
-
-    def __call__(self, value: float) -> float:
-        value = min(max(value, self.low), self.high)
-        low, high, at = (math.log10(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
-        return self.start + (at - low) / (high - low) * (self.end - self.start)
-
-    def ticks(self, count: int) -> list[float]:
-        """About ``count`` round values inside the range."""
-        if self.log:
-            powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
-            if len(powers) <= 2:
-                every = [10.0**power * factor for power in range(powers.start - 1, powers.stop) for factor in (1, 2, 5)]
-                inside = [tick for tick in every if self.low <= tick <= self.high]
-                return inside[:: max(1, math.ceil(len(inside) / (2 * count + 2)))]
-            step = max(1, math.ceil(len(powers) / max(count, 1)))
-            return [10.0**power for power in list(powers)[::step]]
-        raw = (self.high - self.low) / max(count, 1)
-        size = 10.0 ** math.floor(math.log10(raw))
-        step_size = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw * 0.999)
-        first = math.ceil(self.low / step_size - 1e-9)
-        return [index * step_size for index in range(first, math.floor(self.high / step_size + 1e-9) + 1)]
-
-
-def _svg(width: float, height: float, label: str, parts: Sequence[str]) -> Markup:
-    head = f'<svg class="chart" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img"'
-    return Markup(f'{head} aria-label="{escape(label)}">{"".join(parts)}</svg>')
-
-
-def _text(x: float, y: float, text: str, css: str = "", anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{css}">{escape(text)}</text>'
-
-
-def _line(x1: float, y1: float, x2: float, y2: float, css: str) -> str:
-    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{css}"/>'
-
-
-def _rect(
-    x: float, y: float, width: float, height: float, css: str, *, title: str = "", style: str = "", radius: float = 0
-) -> str:
-    extra = f' style="{style}"' if style else ""
-    extra += f' rx="{radius:g}"' if radius else ""
-    shape = f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{max(height, 0):.1f}" class="{css}"{extra}'
-    return f"{shape}><title>{escape(title)}</title></rect>" if title else f"{shape}/>"
-
-
-def _frame(x_axis: Axis, y_axis: Axis, *, x_format: str, y_format: str, x_ticks: int, y_ticks: int) -> list[str]:
-    parts = []
-    for tick in y_axis.ticks(y_ticks):
-        y = y_axis(tick)
-        parts.append(_line(x_axis.start, y, x_axis.end, y, "grid"))
-        parts.append(_text(x_axis.start - 8, y + 4, _tick(tick, y_format), "tick", "end"))
-    for tick in x_axis.ticks(x_ticks):
-        x = x_axis(tick)
-        parts.append(_line(x, y_axis.start, x, y_axis.start + 4, "axis"))
-        parts.append(_text(x, y_axis.start + 18, _tick(tick, x_format), "tick", "middle"))
-    parts.append(_line(x_axis.start, y_axis.start, x_axis.end, y_axis.start, "axis"))
-    return parts
-
-
-def _tick(value: float, style: str) -> str:
-    if style == "percent":
-        text = f"{100 * value:.3g}"
-        return f"{text} %" if "e" not in text else f"{100 * value:g} %"
-    return f"{value:,.10g}" if value == 0 or abs(value) >= 1e-4 else f"{value:.0e}"
-
-
 # --- Pareto ---------------------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +67,7 @@ def pareto(points: Sequence[Point], *, noise_floor: float, tolerance: float, wid
     """
     height = 360 if width > 500 else 340
     if not points:
-        return _svg(width, 60, "no points", [_text(8, 34, "No candidate finished with a finite loss.", "note")])
+        return drawing.svg(width, 60, "no points", [drawing.text(8, 34, "No candidate finished with a finite loss.", "note")])
     floor = max(noise_floor, tolerance / 1000) / 3
     top = max([tolerance, noise_floor, *(point.loss_gap for point in points)]) * 2
     speeds = [point.samples_per_s for point in points]
@@ -156,13 +79,13 @@ def pareto(points: Sequence[Point], *, noise_floor: float, tolerance: float, wid
     if y_axis.start - y_axis(noise_floor) > 18:  # room for a line of text
         notes.append(("noise of FP32", y_axis.start - 7))
     parts = [
-        _rect(
+        drawing.rect(
             left, y_axis(noise_floor), x_axis.end - left, y_axis.start - y_axis(noise_floor), "noise", title="FP32's own noise"
         ),
-        *_frame(x_axis, y_axis, x_format="plain", y_format="percent", x_ticks=6 if width > 500 else 3, y_ticks=5),
-        _line(left, y_axis(tolerance), x_axis.end, y_axis(tolerance), "tolerance"),
-        *(_text(x_axis.end - 4, y, text, "note", "end") for text, y in notes),
-        _text((left + x_axis.end) / 2, height - 8, "samples/s, faster to the right", "label", "middle"),
+        *drawing.frame(x_axis, y_axis, x_format="plain", y_format="percent", x_ticks=6 if width > 500 else 3, y_ticks=5),
+        drawing.line(left, y_axis(tolerance), x_axis.end, y_axis(tolerance), "tolerance"),
+        *(drawing.text(x_axis.end - 4, y, text, "note", "end") for text, y in notes),
+        drawing.text((left + x_axis.end) / 2, height - 8, "samples/s, faster to the right", "label", "middle"),
         f'<text transform="translate(13 {height / 2 - 16:.0f}) rotate(-90)" text-anchor="middle" class="label">'
         "loss gap to FP32, lower is better</text>",
     ]
@@ -170,9 +93,9 @@ def pareto(points: Sequence[Point], *, noise_floor: float, tolerance: float, wid
     drawn = sorted(points, key=lambda point: order.get(point.style, 0))
     places = [(x_axis(point.samples_per_s), y_axis(max(point.loss_gap, floor))) for point in drawn]
     parts += [_dot(point, *place) for point, place in zip(drawn, places, strict=True)]
-    reserved = [(x_axis.end - 4 - CHAR_PX * len(text), y - 11, x_axis.end - 4, y + 3) for text, y in notes]
+    reserved = [(x_axis.end - 4 - drawing.CHAR_PX * len(text), y - 11, x_axis.end - 4, y + 3) for text, y in notes]
     parts += _labels(drawn, places, reserved, x_axis, y_axis)
-    return _svg(width, height, "Throughput against loss gap of every candidate", parts)
+    return drawing.svg(width, height, "Throughput against loss gap of every candidate", parts)
 
 
 def _dot(point: Point, x: float, y: float) -> str:
@@ -180,7 +103,7 @@ def _dot(point: Point, x: float, y: float) -> str:
     title = f"<title>{escape(point.title or point.label)}</title>"
     if point.style == "baseline":
         side = radius * 1.7
-        return _rect(x - side / 2, y - side / 2, side, side, "dot baseline", title=point.title or point.label, radius=1.5)
+        return drawing.rect(x - side / 2, y - side / 2, side, side, "dot baseline", title=point.title or point.label, radius=1.5)
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="dot {escape(point.style)}">{title}</circle>'
 
 
@@ -198,7 +121,7 @@ def _labels(
         point, (x, y) = points[index], places[index]
         if not point.label:
             continue
-        size = CHAR_PX * len(point.label)
+        size = drawing.CHAR_PX * len(point.label)
         for dx, dy, anchor in _AROUND:
             left = x + dx - {"start": 0.0, "middle": size / 2, "end": size}[anchor]
             box = (left, y + dy - 11, left + size, y + dy + 3)
@@ -207,8 +130,8 @@ def _labels(
                 taken.append(box)
                 css = "name strong" if point.style == "chosen" else "name"
                 if abs(dy - 4) > 20:
-                    parts.append(_line(x, y, x + dx * 0.6, y + dy - (0 if dy < 0 else 10), "leader"))
-                parts.append(_text(x + dx, y + dy, point.label, css, anchor))
+                    parts.append(drawing.line(x, y, x + dx * 0.6, y + dy - (0 if dy < 0 else 10), "leader"))
+                parts.append(drawing.text(x + dx, y + dy, point.label, css, anchor))
                 break
     return parts
 
@@ -240,35 +163,35 @@ def loss_curves(curves: Sequence[Curve], *, width: int) -> Markup:
     """The loss of every step above; below, its departure from the FP32 reference in percent, with the band FP32 itself covers."""
     reference = next((curve for curve in curves if curve.style == "reference"), None)
     if reference is None or len(reference.losses) < 2:
-        return _svg(width, 60, "no curves", [_text(8, 34, "No FP32 run to compare with.", "note")])
+        return drawing.svg(width, 60, "no curves", [drawing.text(8, 34, "No FP32 run to compare with.", "note")])
     twins = [curve for curve in curves if curve.style == "twin"]
     others = [curve for curve in curves if curve.style not in ("reference", "twin")]
     finite = [loss for curve in (reference, *others) for loss in curve.losses if math.isfinite(loss)]
     if not finite:
-        return _svg(width, 60, "no curves", [_text(8, 34, "No loss is finite.", "note")])
+        return drawing.svg(width, 60, "no curves", [drawing.text(8, 34, "No loss is finite.", "note")])
     left, upper, lower = 72, 210, 130
     x_axis = Axis(1, len(reference.losses), left, width - 14)
     y_axis = Axis(min(0.0, *finite), _high(finite), upper, 14)
     wide = width > 500
     x_ticks = 6 if wide else 4
-    parts = _frame(x_axis, y_axis, x_format="plain", y_format="plain", x_ticks=0, y_ticks=4)
-    parts += [_path(curve.losses, x_axis, y_axis, f"curve {curve.style}") for curve in (reference, *others)]
+    parts = drawing.frame(x_axis, y_axis, x_format="plain", y_format="plain", x_ticks=0, y_ticks=4)
+    parts += [drawing.path(drawing.bins(curve.losses), x_axis, y_axis, f"curve {curve.style}") for curve in (reference, *others)]
     gaps = {curve.name: _departure(reference.losses, curve.losses) for curve in (*twins, *others)}
     top, bottom = upper + 52, upper + 52 + lower
     reach = _reach([gap for values in gaps.values() for gap in values])
     gap_axis = Axis(-reach, reach, bottom, top)
-    parts += _band([gaps[curve.name] for curve in twins], x_axis, gap_axis)
-    parts += _frame(x_axis, gap_axis, x_format="plain", y_format="percent", x_ticks=x_ticks, y_ticks=4)
-    parts.append(_line(left, gap_axis(0), x_axis.end, gap_axis(0), "curve reference"))
-    parts += [_path(gaps[curve.name], x_axis, gap_axis, f"curve {curve.style}") for curve in others]
+    parts.append(drawing.band(_widths([gaps[curve.name] for curve in twins]), x_axis, gap_axis))
+    parts += drawing.frame(x_axis, gap_axis, x_format="plain", y_format="percent", x_ticks=x_ticks, y_ticks=4)
+    parts.append(drawing.line(left, gap_axis(0), x_axis.end, gap_axis(0), "curve reference"))
+    parts += [drawing.path(drawing.bins(gaps[curve.name]), x_axis, gap_axis, f"curve {curve.style}") for curve in others]
     parts += [
-        _text(
+        drawing.text(
             left, upper + 40, "departure from FP32, with FP32's own noise as a band" if wide else "departure from FP32", "label"
         ),
-        _text((left + x_axis.end) / 2, bottom + 36, "step", "label", "middle"),
+        drawing.text((left + x_axis.end) / 2, bottom + 36, "step", "label", "middle"),
         f'<text transform="translate(13 {upper / 2:.0f}) rotate(-90)" text-anchor="middle" class="label">loss</text>',
     ]
-    return _svg(width, bottom + 46, "Loss by step", parts)
+    return drawing.svg(width, bottom + 46, "Loss by step", parts)
 
 
 def _high(values: Sequence[float]) -> float:
@@ -290,38 +213,10 @@ def _departure(reference: Sequence[float], losses: Sequence[float]) -> list[floa
     return [sum(part) / len(part) for i in range(len(raw)) if (part := raw[max(0, i - span + 1) : i + 1])]
 
 
-def _bins(values: Sequence[float]) -> list[tuple[float, float]]:
-    """(step, mean value) of at most MAX_CURVE_POINTS stretches, so that long runs stay small files."""
-    size = math.ceil(len(values) / MAX_CURVE_POINTS)
-    stretches = ((start, values[start : start + size]) for start in range(0, len(values), size))
-    return [(start + (len(part) + 1) / 2, sum(part) / len(part)) for start, part in stretches]
-
-
-def _path(values: Sequence[float], x_axis: Axis, y_axis: Axis, css: str) -> str:
-    steps, parts, ended = [], [], False
-    for step, value in _bins(values):
-        if not math.isfinite(value):
-            ended = True
-            break
-        steps.append(f"{x_axis(step):.1f} {y_axis(value):.1f}")
-    if steps:
-        parts.append(f'<path d="M{"L".join(steps)}" class="{css}"/>')
-        if ended:
-            x, y = steps[-1].split()
-            parts.append(f'<text x="{x}" y="{y}" text-anchor="middle" class="lost">✕<title>not finite from here</title></text>')
-    return "".join(parts)
-
-
-def _band(gaps: Sequence[Sequence[float]], x_axis: Axis, y_axis: Axis) -> list[str]:
-    if not gaps:
-        return []
-    length = min(len(values) for values in gaps)
-    # The noise is as likely above as below: the band is symmetrical about the reference.
-    widths = _bins([max(abs(values[i]) for values in gaps) for i in range(length)])
-    widths = [(step, size) for step, size in widths if math.isfinite(size)]
-    upper = [f"{x_axis(step):.1f} {y_axis(size):.1f}" for step, size in widths]
-    lower = [f"{x_axis(step):.1f} {y_axis(-size):.1f}" for step, size in reversed(widths)]
-    return [f'<path d="M{"L".join(upper + lower)}Z" class="noise"/>'] if widths else []
+def _widths(gaps: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """(step, size) of FP32's own noise, which is as likely above as below: the band is symmetrical about the reference."""
+    length = min((len(values) for values in gaps), default=0)
+    return drawing.bins([max(abs(values[i]) for values in gaps) for i in range(length)])
 
 
 # --- Bars -----------------------------------------------------------------------------------------------------------------
@@ -330,8 +225,8 @@ def _band(gaps: Sequence[Sequence[float]], x_axis: Axis, y_axis: Axis) -> list[s
 def bars(items: Sequence[Bar], *, width: int) -> Markup:
     """Horizontal bars from zero, a name and a text each; predicted ones have a dashed edge."""
     wide = width > 500
-    name_px = min(max((CHAR_PX * len(item.name) for item in items), default=0) + 14, 240) if wide else 0
-    text_px = max((1.1 * CHAR_PX * len(item.text) for item in items), default=0) + 14
+    name_px = min(max((drawing.CHAR_PX * len(item.name) for item in items), default=0) + 14, 240) if wide else 0
+    text_px = max((1.1 * drawing.CHAR_PX * len(item.text) for item in items), default=0) + 14
     row = 34 if wide else 48
     top = max((item.value for item in items), default=1.0) or 1.0
     axis = Axis(0, top, name_px, width - text_px)
@@ -339,14 +234,16 @@ def bars(items: Sequence[Bar], *, width: int) -> Markup:
     for index, item in enumerate(items):
         y = index * row + (6 if wide else 20)
         css = " ".join(("bar", "chosen" if item.chosen else "", "predicted" if item.predicted else ""))
-        parts.append(_rect(name_px + 1, y, axis(item.value) - name_px, 22, css, title=f"{item.name}: {item.text}", radius=3))
+        parts.append(
+            drawing.rect(name_px + 1, y, axis(item.value) - name_px, 22, css, title=f"{item.name}: {item.text}", radius=3)
+        )
         strong = " strong" if item.chosen else ""
         if wide:
-            parts.append(_text(name_px - 10, y + 15.5, item.name, f"name{strong}", "end"))
+            parts.append(drawing.text(name_px - 10, y + 15.5, item.name, f"name{strong}", "end"))
         else:
-            parts.append(_text(0, y - 6, item.name, f"name{strong}"))
-        parts.append(_text(axis(item.value) + 9, y + 15.5, item.text, f"value{strong}"))
-    return _svg(width, len(items) * row + 6, "Throughput of the arms", parts)
+            parts.append(drawing.text(0, y - 6, item.name, f"name{strong}"))
+        parts.append(drawing.text(axis(item.value) + 9, y + 15.5, item.text, f"value{strong}"))
+    return drawing.svg(width, len(items) * row + 6, "Throughput of the arms", parts)
 
 
 # --- Layers ---------------------------------------------------------------------------------------------------------------
@@ -364,17 +261,17 @@ def layer_strip(cells: Sequence[LayerCell], *, width: int) -> Markup:
         stretch = cells[start : start + per_row]
         y = start // per_row * block + 16
         end = f" … {stretch[-1].name}" if len(stretch) > 1 else ""
-        parts.append(_text(left, y - 5, _shorten(f"{stretch[0].name}{end}", width - left), "tick"))
+        parts.append(drawing.text(left, y - 5, _shorten(f"{stretch[0].name}{end}", width - left), "tick"))
         for line, word in enumerate(("precision", "time gained", "sensitivity")):
-            parts.append(_text(left - 8, y + line * (cell + 3) + 11, word, "tick", "end"))
+            parts.append(drawing.text(left - 8, y + line * (cell + 3) + 11, word, "tick", "end"))
         for column, item in enumerate(stretch):
             x = left + column * cell
             shades = (1.0, _gain_shade(item.gained_s, most_gained), _risk_shade(item.sensitivity, logs))
             for line, (css, shade) in enumerate(zip((f"p-{item.precision}", "gain", "risk"), shades, strict=True)):
                 place = (x, y + line * (cell + 3), cell - 2, cell)
-                parts.append(_rect(*place, f"cell {css}", title=item.title, style=f"fill-opacity:{shade:.2f}", radius=2))
+                parts.append(drawing.rect(*place, f"cell {css}", title=item.title, style=f"fill-opacity:{shade:.2f}", radius=2))
     rows = math.ceil(len(cells) / per_row)
-    return _svg(width, max(rows * block, 20), "Precision, time gained and sensitivity of every layer", parts)
+    return drawing.svg(width, max(rows * block, 20), "Precision, time gained and sensitivity of every layer", parts)
 
 
 def _gain_shade(gained_s: float | None, most: float) -> float:
@@ -391,5 +288,5 @@ def _risk_shade(sensitivity: float | None, logs: Sequence[float]) -> float:
 
 
 def _shorten(text: str, width: float) -> str:
-    room = int(width / CHAR_PX)
+    room = int(width / drawing.CHAR_PX)
     return text if len(text) <= room else f"{text[: room // 2 - 1]}…{text[-(room // 2 - 1) :]}"

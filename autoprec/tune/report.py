@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-import jinja2
 from markupsafe import Markup
 
 from autoprec.errors import RunFolderError
@@ -16,11 +15,10 @@ from autoprec.records import Record, Verdict
 from autoprec.tune import charts, quantities
 from autoprec.tune.charts import Bar, Curve, LayerCell, Point
 from autoprec.tune.describe import REASON_WORDS, differences_from_stock_amp, group_layers
+from autoprec.tune.long_run_page import long_run_chart
+from autoprec.tune.pages import page_environment, wide_and_narrow
 from autoprec.tune.report_data import Rejected, ReportData, speedup
 from autoprec.tune.rows import TrialRow, is_baseline, role_words
-
-# Widths the charts are drawn for, in CSS pixels: a laptop's text column and the narrowest phone in use (360 less margins).
-WIDE_PX, NARROW_PX = 900, 328
 
 
 class Tile(Record):
@@ -189,42 +187,40 @@ def layer_cells(data: ReportData) -> list[LayerCell]:
 def _both(draw: str, items: Iterable[object], **options: float) -> Markup:
     """A chart for wide and for narrow pages; the page's style shows one of them."""
     chart, drawn = getattr(charts, draw), list(items)
-    wide, narrow = (chart(drawn, width=width, **options) for width in (WIDE_PX, NARROW_PX))
-    return Markup('<div class="wide">{}</div><div class="narrow">{}</div>').format(wide, narrow)
+    return wide_and_narrow(lambda width: chart(drawn, width=width, **options))
 
 
 def render_html(data: ReportData) -> str:
     """The whole page. Text from users is escaped by the template, or by the charts where it enters them."""
-    loader = jinja2.FileSystemLoader(Path(__file__).parent / "templates")
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(
-        throughput=quantities.throughput,
-        ratio=quantities.ratio,
-        memory=quantities.memory,
-        duration=quantities.duration,
-        gap=quantities.gap,
-        role=role_words,
-    )
     cells = layer_cells(data)
-    return environment.get_template("report.html.j2").render(
-        data=data,
-        headline=headline(data),
-        tiles=tiles(data),
-        arms=_fastest_first(data),
-        failures=arm_failures(data),
-        stock_speed=getattr(data.arm(data.stock_arm), "samples_per_s", None),
-        differences=differences_from_stock_amp(data.policy),
-        cells=cells,
-        curves=shown_curves(data),
-        groups=group_layers(data.policy),
-        reason_words=REASON_WORDS,
-        precisions=list(dict.fromkeys(cell.precision for cell in cells)),
-        rejections=rejections(data),
-        code=apply_code(data.policy, grad_clip=data.grad_clip),
-        bar_chart=_both("bars", arm_bars(data)),
-        pareto_chart=_both("pareto", pareto_points(data), noise_floor=data.noise_floor, tolerance=data.limit),
-        curve_chart=_both("loss_curves", shown_curves(data)),
-        layer_chart=_both("layer_strip", cells),
+    long_runs = [
+        (section, wide_and_narrow(lambda width, section=section: long_run_chart(section.curves, section.limit, width=width)))  # type: ignore[misc]
+        for section in data.long_runs
+    ]
+    return (
+        page_environment()
+        .get_template("report.html.j2")
+        .render(
+            long_runs=long_runs,
+            data=data,
+            headline=headline(data),
+            tiles=tiles(data),
+            arms=_fastest_first(data),
+            failures=arm_failures(data),
+            stock_speed=getattr(data.arm(data.stock_arm), "samples_per_s", None),
+            differences=differences_from_stock_amp(data.policy),
+            cells=cells,
+            curves=shown_curves(data),
+            groups=group_layers(data.policy),
+            reason_words=REASON_WORDS,
+            precisions=list(dict.fromkeys(cell.precision for cell in cells)),
+            rejections=rejections(data),
+            code=apply_code(data.policy, grad_clip=data.grad_clip),
+            bar_chart=_both("bars", arm_bars(data)),
+            pareto_chart=_both("pareto", pareto_points(data), noise_floor=data.noise_floor, tolerance=data.limit),
+            curve_chart=_both("loss_curves", shown_curves(data)),
+            layer_chart=_both("layer_strip", cells),
+        )
     )
 
 

@@ -8,6 +8,7 @@ from autoprec.errors import RunFolderError
 from autoprec.policy import Figures, Origin, Policy
 from autoprec.records import Environment, Look, Profile, Record, Verdict
 from autoprec.tune.charts import Curve
+from autoprec.tune.long_run_section import LongRunSection
 from autoprec.tune.rows import TrialRow
 
 
@@ -44,6 +45,7 @@ class ReportData(Record):
         verdict: of the answer; None where nothing was verified.
         noise_floor: relative gap between two FP32 runs.
         tolerance: relative gap that was allowed.
+        long_runs: verifications over many steps, made since with ``autoprec verify``.
         curves: losses of FP32, its twins, stock AMP and the answer in the same window.
         stages: what each stage found.
         rejected: further things tried and not taken; failed trials are listed without being named here.
@@ -73,6 +75,7 @@ class ReportData(Record):
     verdict: Verdict | None = None
     noise_floor: float = 0.0
     tolerance: float = 0.01
+    long_runs: tuple[LongRunSection, ...] = ()
     curves: tuple[Curve, ...] = ()
     stages: tuple[Stage, ...] = ()
     rejected: tuple[Rejected, ...] = ()

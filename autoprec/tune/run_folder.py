@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from autoprec.errors import RunFolderError
 from autoprec.policy import Policy, save_policy, write_atomically
-from autoprec.records import Candidate, Look, Outcome, Profile, Record, Window, evaluation_key
+from autoprec.records import UNDECIDED_FAILURES, Candidate, Failure, Look, Outcome, Profile, Record, Window, evaluation_key
 from autoprec.tune.folder_lock import FolderLock
 from autoprec.tune.identity import Identity, differences
 from autoprec.tune.rows import TrialRow
@@ -178,8 +178,12 @@ class RunFolder:
 
     def _remember(self, candidate: Candidate) -> None:
         self.candidates.append(candidate)
-        # The first evaluation stays: a resumed run must see what the first one decided on.
-        self._memo.setdefault(evaluation_key(candidate.policy, candidate.window), candidate.outcome)
+        # The first evaluation stays: a resumed run must see what the first one decided on. One that a dying or hanging process
+        # ended is replaced, where somebody tried again.
+        key = evaluation_key(candidate.policy, candidate.window)
+        known = self._memo.get(key)
+        if known is None or (isinstance(known, Failure) and known.kind in UNDECIDED_FAILURES):
+            self._memo[key] = candidate.outcome
 
     def _cut_torn_line(self) -> None:
         # Left by a crash, or by a full disk in this process: a line after it would be glued to it.

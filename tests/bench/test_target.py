@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from autoprec.bench.gpus import find_gpu
-from autoprec.bench.target import precisions_of, resolve_target, usable_bytes
+from autoprec.bench.target import precisions_of, resolve_target, resolve_target_of, usable_bytes
 from autoprec.errors import DeviceError
+from autoprec.policy import Fingerprint
 
 Cuda = Callable[[str | None, tuple[int, int]], None]
 
@@ -99,3 +100,35 @@ def test_an_unknown_card_is_refused(cuda: Cuda) -> None:
     cuda(None, (0, 0))
     with pytest.raises(DeviceError, match="No GPU named 'voodoo2'"):
         resolve_target("voodoo2")
+
+
+def made_for(device: str, capability: str | None) -> Fingerprint:
+    return Fingerprint.of({}, device=device, capability=capability, torch_version="2.9", workload_sha256="")
+
+
+def test_without_cuda_a_policys_own_card_is_stood_in_for(cuda: Cuda) -> None:
+    cuda(None)
+    target = resolve_target_of(made_for("NVIDIA GeForce RTX 4090 D", "8.9"), None)
+    assert (target.name, target.device, target.timing, target.cuda_rules) == (
+        "NVIDIA GeForce RTX 4090 D",
+        "cpu",
+        "predicted",
+        True,
+    )
+
+
+def test_a_policy_made_on_a_processor_is_looked_at_on_this_one(cuda: Cuda) -> None:
+    cuda(None)
+    target = resolve_target_of(made_for("some processor", None), None)
+    assert (target.name, target.timing) == ("cpu", "measured")
+
+
+def test_a_name_is_worth_more_than_the_policys_card(cuda: Cuda) -> None:
+    cuda(None)
+    assert resolve_target_of(made_for("NVIDIA GeForce RTX 4090 D", "8.9"), "h200").capability == "9.0"
+
+
+def test_a_policy_of_a_card_that_is_not_in_the_table_needs_a_name(cuda: Cuda) -> None:
+    cuda(None)
+    with pytest.raises(DeviceError, match="Voodoo 2"):
+        resolve_target_of(made_for("Voodoo 2", "8.9"), None)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up_run import curves, report_data
 
-from autoprec.tune import charts
+from autoprec.tune import drawing
 from autoprec.tune.charts import Axis, Bar, Curve, LayerCell, Point, bars, layer_strip, loss_curves, pareto
 from autoprec.tune.report import arm_bars, layer_cells, pareto_points
 
@@ -81,7 +81,7 @@ def test_every_chart_of_a_run_is_well_formed_and_as_wide_as_asked(width):
 def test_no_text_of_a_bar_leaves_the_picture(width):
     root = parsed(bars(arm_bars(report_data()), width=width))
     for item in root.iter("text"):
-        size = charts.CHAR_PX * len(item.text or "")
+        size = drawing.CHAR_PX * len(item.text or "")
         start = float(item.get("x")) - (size if item.get("text-anchor") == "end" else 0)
         assert start >= 0, item.text
         assert start + size <= width, item.text
@@ -102,7 +102,7 @@ def test_labels_of_the_pareto_picture_do_not_cover_each_other():
     root = parsed(pareto(crowd, noise_floor=5e-4, tolerance=1e-2, width=900))
     boxes = []
     for item in [*of_class(root, "name"), *of_class(root, "note")]:
-        x, y, size = float(item.get("x")), float(item.get("y")), charts.CHAR_PX * len(item.text)
+        x, y, size = float(item.get("x")), float(item.get("y")), drawing.CHAR_PX * len(item.text)
         x -= {"end": size, "middle": size / 2, "start": 0}[item.get("text-anchor")]
         boxes.append((x, y - 11, x + size, y + 3))
     assert len(boxes) > 4
