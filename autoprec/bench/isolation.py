@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autoprec.errors import AutoprecError, WorkerError
 from autoprec.policy import Policy, Precision
-from autoprec.records import Failure, FailureKind, Look, Outcome, Profile, Window
+from autoprec.records import Ceiling, Failure, FailureKind, Look, Outcome, Profile, Window
 
 if TYPE_CHECKING:  # the parent needs no torch to talk to a worker
     from autoprec.bench.target import Target
@@ -103,6 +103,11 @@ class IsolatedBench:
         """See ``Bench.look``. Raises WorkerError where the worker dies, hangs or breaks."""
         look: Look = self._stage("look")
         return look
+
+    def ceiling(self, allowed: Mapping[str, Sequence[Precision]], fp32: Policy) -> Ceiling:
+        """See ``Bench.ceiling``. Raises WorkerError where the worker dies, hangs or breaks."""
+        ceiling: Ceiling = self._stage("ceiling", dict(allowed), fp32)
+        return ceiling
 
     def profile(self, precisions: Sequence[Precision]) -> Profile:
         """See ``Bench.profile``. Raises WorkerError where the worker dies, hangs or breaks."""
