@@ -69,11 +69,13 @@ class Costs:
         self._compiles_s: list[float] = []
 
     def learn(self, policy: Policy, steps: int, seconds: float) -> None:
-        """Notes what a window of ``steps`` steps took; of a compiled one, as what a compile takes."""
-        if policy.execution != "eager":
-            self._compiles_s.append(seconds)
-            return
-        self._seen[_kind(policy)].append(max(seconds - self._overhead_s, 0.0) / max(steps, 1))
+        """Notes what an eager window of ``steps`` steps took."""
+        if policy.execution == "eager":
+            self._seen[_kind(policy)].append(max(seconds - self._overhead_s, 0.0) / max(steps, 1))
+
+    def learn_compile(self, seconds: float) -> None:
+        """Notes what compiling a set-up and running it took."""
+        self._compiles_s.append(seconds)
 
     def window_s(self, policy: Policy, steps: int) -> float:
         """Seconds that a window of ``steps`` steps is expected to take."""
@@ -85,7 +87,7 @@ class Costs:
     @property
     def compile_s(self) -> float:
         """Seconds that compiling a set-up and running it is expected to take."""
-        return max(self._compiles_s[-2:], default=COMPILE_S)
+        return max(self._compiles_s[-3:], default=COMPILE_S)
 
 
 def _kind(policy: Policy) -> tuple[bool, bool, bool]:
@@ -173,7 +175,9 @@ class Needs:
         return self.verification_s + self.timing_s + self.execution_s + self.report_s
 
 
-def whole_needs(plan: Plan, *, num_layers: int, trials: int, num_baselines: int, low: float, timed: bool, compiles: bool) -> Needs:
+def whole_needs(
+    plan: Plan, *, num_layers: int, trials: int, num_baselines: int, low: float, timed: bool, compiles: bool
+) -> Needs:
     """What a tune takes that leaves nothing out, by a plan's probe."""
     fp32_s = plan.overhead_s + plan.verify_steps * plan.step_s
     verify_s = plan.overhead_s + plan.verify_steps * plan.step_s * low

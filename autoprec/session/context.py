@@ -185,6 +185,18 @@ class Context:
             self.costs.learn(policy, window.steps, self.clock() - start_s)
         return outcome
 
+    def interleave(self, policies: Sequence[Policy], window: Window) -> list[Outcome]:
+        """Times several policies in one process, which is ended soon after the budget is over, and learns what compiling takes."""
+        compiled = sum(policy.execution != "eager" for policy in policies)
+        expected_s = compiled * self.costs.compile_s + sum(self.costs.window_s(policy, window.steps) for policy in policies)
+        # The bench gives every arm this long.
+        most_s = (max(self.time_left_s, 0.0) + LATE_TIMES * expected_s + LATE_S) / max(len(policies), 1)
+        start_s = self.clock()
+        outcomes = self.bench.interleave(tuple(policies), window.model_copy(update={"timeout_s": min(window.timeout_s, most_s)}))
+        if compiled:
+            self.costs.learn_compile((self.clock() - start_s) / compiled)
+        return outcomes
+
     def is_cut_short(self, outcome: Outcome) -> bool:
         """Whether a window has no samples only because the budget was over: that says nothing about its set-up."""
         return isinstance(outcome, Failure) and outcome.kind == "timeout" and self.time_left_s <= 0
