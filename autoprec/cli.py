@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -76,6 +77,7 @@ def tune(
 
     MODEL is your own code and runs as such.
     """
+    started_s = time.monotonic()  # importing torch takes seconds of the budget too
     from rich.console import Console
 
     from autoprec.session import Settings, run_tune
@@ -96,8 +98,8 @@ def tune(
         seed=seed,
     )
     console = Console()
-    with TerminalProgress(console, budget) as progress:
-        result = run_tune(settings, progress)
+    with TerminalProgress(console, budget, started_s=started_s) as progress:
+        result = run_tune(settings, progress, started_s=started_s)
     print_result(console, result)
 
 

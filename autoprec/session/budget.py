@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from autoprec.policy import Policy
 from autoprec.session.settings import Plan, Settings
 
-
 # A window shorter than this says little about a loss curve, and one longer than this no longer ranks candidates any better;
 # both are choices of this project, checked on the examples (see "How it decides" in the README).
 SHORTEST_TRIAL_STEPS, LONGEST_TRIAL_STEPS = 24, 120
@@ -49,7 +48,8 @@ COMPILE_S = 45.0
 RECOMPILE_SHARE = 0.3
 # The study never leaves more than this share of the time it starts with to the stages after it. Own choice.
 MOST_AFTER_STUDY = 0.65
-# Windows of a repair that are worth beginning it.
+# Trials for which a profile is worth making, and windows for which a repair is worth beginning.
+FEWEST_TRIALS = 4
 FEWEST_REPAIR_WINDOWS = 4
 
 

@@ -59,6 +59,7 @@ class Context:
     costs: Costs = field(default_factory=Costs)
     clock: Callable[[], float] = time.monotonic
     left_out: list[str] = field(default_factory=list)
+    untried: list[str] = field(default_factory=list)
 
     @property
     def time_left_s(self) -> float:
@@ -73,9 +74,11 @@ class Context:
         """Whether what takes ``cost_s`` ends before the time that later stages keep; never once the budget is over."""
         return self.time_left_s > 0 and cost_s + keep_s <= self.time_left_s
 
-    def leave_out(self, what: str, why: str = "no time left") -> None:
-        """Says, and remembers for the report, that something of the tune is left out."""
+    def leave_out(self, what: str, why: str = "no time left", *, decides: bool = True) -> None:
+        """Says, and remembers for the report, that something of the tune is left out; whether the answer might be another with it."""
         self.left_out.append(what)
+        if decides:
+            self.untried.append(what)
         self.progress.found(f"budget: {what} left out, {why}")
 
     def with_seeds(self, seeds: int) -> Context:

@@ -242,17 +242,17 @@ def _cut_short(context: Context, verified: Verified) -> str:
     """Why plain FP32 is no answer but all that is left; empty where the tune came to an answer."""
     if verified.not_worth_it or verified.chosen.rank > 0:
         return ""
-    judged = [arm for arm in verified.arms if arm.rank >= RANK_STOCK and (arm.verdict or arm.failure) and not _no_time(arm)]
-    if judged or not context.left_out:
+    if not context.untried:
         return ""
+    if any(arm.rank >= RANK_STOCK and (arm.verdict or arm.failure) for arm in verified.arms):
+        return (
+            f"Nothing that was verified within the budget of {duration(context.settings.budget_s)} is faster than FP32 beyond noise, so "
+            f"the policy is plain FP32. Not tried: {'; '.join(context.untried)}. A longer --budget may find more."
+        )
     return (
         f"The budget of {duration(context.settings.budget_s)} was over before any low precision could be verified, so the policy is "
         "plain FP32. That says nothing about what low precision would give here: give a longer --budget."
     )
-
-
-def _no_time(arm: Arm) -> bool:
-    return arm.verdict is None and arm.failure.startswith("timeout")
 
 
 def _message(context: Context, verified: Verified, name: str) -> str:

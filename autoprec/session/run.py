@@ -108,9 +108,9 @@ def tune(
     return run_tune(settings, progress or Silent())
 
 
-def run_tune(settings: Settings, progress: Progress) -> TuneResult:
-    """Runs a tune as the settings say; see ``tune``."""
-    started_s = time.monotonic()
+def run_tune(settings: Settings, progress: Progress, *, started_s: float | None = None) -> TuneResult:
+    """Runs a tune as the settings say; see ``tune``. The budget counts from ``started_s`` (of ``time.monotonic``), or from now."""
+    started_s = time.monotonic() if started_s is None else started_s
     target = resolve_target(settings.gpu, predict=settings.predict)
     search_space = _search_space(settings, target)
     path = settings.out or default_path(workload_name(settings.workload), target.gpu.key if target.gpu else target.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoprec.errors import WorkerError
 from autoprec.policy import Fingerprint, LossScale, Policy, Precision, Reason, Weights
 from autoprec.records import Candidate, Failure, Measurement, Outcome, Profile, Window
-from autoprec.session.budget import FEWEST_REPAIR_WINDOWS, MOST_FOR_PROFILE, REPORT_S, duration, profile_s
+from autoprec.session.budget import FEWEST_REPAIR_WINDOWS, FEWEST_TRIALS, MOST_FOR_PROFILE, REPORT_S, duration, profile_s
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
 from autoprec.session.rescoring import rescored
@@ -68,7 +68,7 @@ def run_search(context: Context, search_space: SearchSpace) -> Tried:
     if not context.plan.verify_seeds:
         context.leave_out("everything but FP32", "nothing can be verified in the time that is left")
         return Tried((), baselines, yardstick_of(context))
-    profiled = _profile_in_time(context, search_space)
+    profiled = _profile_in_time(context, search_space, baselines)
     if profiled is None:
         return _unsearched(context, search_space, baselines)
     profile, space = profiled
@@ -124,10 +124,15 @@ def yardstick_of(context: Context) -> Yardstick:
     )
 
 
-def _profile_in_time(context: Context, search_space: SearchSpace) -> tuple[Profile, StudySpace] | None:
+def _profile_in_time(
+    context: Context, search_space: SearchSpace, baselines: Mapping[str, Policy]
+) -> tuple[Profile, StudySpace] | None:
     """Profile and fronts; None where they would take what the rest of the tune needs."""
     cost_s = 0.0 if context.folder.load_profile() else profile_s(context.plan.step_s, len(context.look.layers))
-    if context.may_start(cost_s / MOST_FOR_PROFILE, 0.0) and context.may_start(cost_s, context.least_after_s()):
+    trial_s = context.low_s(context.plan.trial_steps)
+    # Without its baselines and a few trials a profile is of no use.
+    keep_s = (len(baselines) + FEWEST_TRIALS) * trial_s + context.least_after_s(2)
+    if context.may_start(cost_s / MOST_FOR_PROFILE, 0.0) and context.may_start(cost_s, keep_s):
         return run_profile(context, search_space)
     context.leave_out("profile, search and repair", f"the profile alone takes about {duration(cost_s)}")
     return None
@@ -218,14 +223,16 @@ def _study(
     if trials is None:
         context.progress.stage("study", total)
     done = sum(candidate.trial is not None for candidate in context.folder.candidates)
-    start_left_s, window = context.time_left_s, context.trial_window()
+    start_left_s, done_before, window = context.time_left_s, done, context.trial_window()
 
     def is_over() -> bool:
         """Baselines run while one of them can still be verified, trials while all that comes after the study fits."""
         if trials == 0:
             return False  # repaired plans have run: nothing is trained again
         keep_s = context.least_after_s() if done < len(baselines) else context.after_study_s(start_left_s)
-        return not context.may_start(context.low_s(window.steps), keep_s)
+        # What the study itself does around a window is seen in how fast trials come.
+        paced_s = (start_left_s - context.time_left_s) / (done - done_before) if done > done_before else 0.0
+        return not context.may_start(max(context.low_s(window.steps), paced_s), keep_s)
 
     def on_trial(candidate: Candidate, _best_one: Candidate | None) -> None:
         nonlocal done

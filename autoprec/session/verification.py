@@ -91,10 +91,11 @@ def _checked(context: Context, contenders: Mapping[str, tuple[Policy, int]]) -> 
         keep_s = context.timing_s(2) + REPORT_S
         if rank != RANK_FP32 and not context.may_start(_cost_s(context, policy), keep_s):
             context.leave_out(f"verification of {name}")
-            checked[name] = _unverified(context, name, policy, rank)
+            if context.folder.lookup(policy, context.trial_window()) is not None:
+                checked[name] = _unverified(context, name, policy, rank)
         else:
             checked[name] = _verified(context, name, policy, rank)
-    return {name: checked[name] for name in contenders}
+    return {name: checked[name] for name in contenders if name in checked}
 
 
 def _urgency(rank: int, short: bool) -> int:
@@ -219,7 +220,7 @@ def _timed_in_time(context: Context, arms: list[Arm]) -> list[Arm]:
         if context.may_start(context.timing_s(len(chosen) + 1)):
             chosen.append(arm)
     if len(chosen) < len(arms):
-        context.leave_out(f"interleaved timing of {len(arms) - len(chosen)} of {len(arms)} set-ups")
+        context.leave_out(f"interleaved timing of {len(arms) - len(chosen)} of {len(arms)} set-ups", decides=False)
     return [arm for arm in arms if arm in chosen]
 
 

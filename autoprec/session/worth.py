@@ -165,7 +165,7 @@ def _as_graphs(context: Context, arms: list[Arm]) -> list[Arm]:
     heads = [group[0] for group in groups if group]
     cost_s = len(heads) * (context.costs.compile_s + context.timing_s(1))
     if not context.may_start(cost_s, context.least_after_s() + context.execution_s()):
-        context.leave_out("CUDA graphs in the first look")
+        context.leave_out("CUDA graphs in the first look", decides=False)
         return []
     policies = {
         f"{arm.name}{EXECUTION_NAMES['compile_cudagraphs']}": arm.policy.model_copy(update={"execution": "compile_cudagraphs"})
@@ -185,12 +185,12 @@ def _words(context: Context, ceiling: Ceiling, arms: list[Arm]) -> str:
     """Why it does not pay, with the figures."""
     fp32 = next(arm for arm in arms if arm.rank == RANK_FP32)
     figures = ", ".join(_figure(fp32, arm) for arm in arms if arm is not fp32)
-    rest = "the host issuing operations" if ceiling.host_bound else "the optimizer and the least time of operations"
+    rest = "issuing operations from the host" if ceiling.host_bound else "the optimizer and the least time of every operation"
     doubt = " (even with a host twice as fast as assumed)" if ceiling.origin == "predicted" else ""
     text = (
         f"an FP32 step takes {_ms(fp32)} ({fp32.speed_origin}); {figures}. "
-        f"No assignment of precisions could be more than {ceiling.gain:.2f}x as fast{doubt}: what a lower precision cannot shorten, "
-        f"{rest}, decides."
+        f"No assignment of precisions could be more than {ceiling.gain:.2f}x as fast{doubt}: {rest}, which a lower precision "
+        "does not shorten, takes the time."
     )
     if context.left_out:
         text += " Under CUDA graphs, which were not tried for want of time, this may be different."

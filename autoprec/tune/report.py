@@ -35,7 +35,7 @@ class Tile(Record):
 def headline(data: ReportData) -> str:
     """The answer in a sentence."""
     if data.cut_short:
-        return "FP32 for now: the budget was over before anything else could be verified"
+        return "FP32 for now: the budget was over before everything was tried"
     if data.not_worth_it:
         return "Stay with FP32: mixed precision does not pay here"
     if data.tuned_arm == data.stock_arm:
