@@ -34,8 +34,9 @@ FEWEST_TIMED_STEPS, MOST_TIMED_STEPS = 20, 62
 # A step of a candidate against FP32's, until one has run. Source: stock AMP took 0.34 of FP32's step for ResNet-50 on an H200; on
 # a CPU that follows CUDA's rules it took 1.2 to 1.5 of it on the examples.
 CANDIDATE_STEP_ON_CUDA, CANDIDATE_STEP_ON_CPU = 0.4, 1.4
-# What writing policy, table, notes and report takes. Source: 0.9 to 1.6 s on two cores of an x86 server.
-REPORT_S = 2.0
+# What writing policy, table, notes and report takes. Source: 2.5 s on two cores of an x86 server, the end of the
+# process included.
+REPORT_S = 3.0
 # What profiling takes, in FP32 steps of the whole batch, besides a fixed part, and what solving the fronts takes a layer.
 # Source: one H200, GPT-2: 20.5 s in steps of 160 ms, and 16 s for 113 layers; ResNet-50: 18 s in steps of 146 ms.
 PROFILE_STEPS, PROFILE_FIXED_S, FRONT_S_PER_LAYER = 130, 1.0, 0.1
@@ -48,6 +49,8 @@ COMPILE_S = 45.0
 RECOMPILE_SHARE = 0.3
 # The study never leaves more than this share of the time it starts with to the stages after it. Own choice.
 MOST_AFTER_STUDY = 0.65
+# With execution modes it may leave this share, so that one arm can still be compiled. Own choice.
+MOST_WITH_MODES = 0.8
 # Trials for which a profile is worth making, and windows for which a repair is worth beginning.
 FEWEST_TRIALS = 4
 FEWEST_REPAIR_WINDOWS = 4

@@ -123,7 +123,7 @@ def run_tune(settings: Settings, progress: Progress, *, started_s: float | None 
         look = _look(bench, target, logbook)
         with RunFolder.open(path, _identity(settings, target, look, search_space)) as folder:
             try:
-                return _tuned(settings, target, bench, look, folder, logbook, search_space, started_s)
+                return run_stages(settings, target, bench, look, folder, logbook, search_space, started_s)
             except KeyboardInterrupt:
                 trials = sum(candidate.trial is not None for candidate in folder.candidates)
                 raise Interrupted(
@@ -132,7 +132,7 @@ def run_tune(settings: Settings, progress: Progress, *, started_s: float | None 
                 ) from None
 
 
-def _tuned(
+def run_stages(
     settings: Settings,
     target: Target,
     bench: Measuring,
@@ -143,7 +143,7 @@ def _tuned(
     started_s: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuneResult:
-    """The stages after the look; each plans with the time that is really left."""
+    """The stages after the look, on any bench and by any clock; each plans with the time that is really left."""
     plan = _plan(settings, target, bench, folder, look, started_s, clock)
     costs = Costs(plan.step_s, plan.overhead_s, low_share=low_share(target.device == "cuda"))
     context = Context(settings, target, bench, look, plan, folder, logbook, started_s, costs, clock)

@@ -20,6 +20,9 @@ from autoprec.tune.verdict import judge
 NUM_FINALISTS = 3
 # Seeds are added while a verdict is inconclusive, up to this many. Own choice: the interval shrinks with the root of the number.
 MAX_SEEDS = 6
+# On one seed, all that a short budget holds, a policy passes only well within the tolerance: nothing shows how seeds scatter.
+# Own choice.
+ONE_SEED_SHARE = 0.25
 # How often a close pair is timed again, three times as long each time, and from what ratio on that is worth it. Own choice.
 MAX_RETIMINGS, WORTH_SETTLING = 2, 1.01
 # Extra seeds run only while more than this share of the budget is left.
@@ -50,7 +53,7 @@ def run_verification(context: Context, found: Tried) -> Verified:
     context.progress.stage("verification", (len(contenders) - 1) * context.plan.verify_seeds)
     checked = _checked(context, contenders)
     arms = _settled(context, _timed(context, checked))
-    if context.compiles:
+    if context.compiles and context.plan.verify_seeds:
         arms += _compiled_arms(context, arms)
     if context.settings.execution == "compile" and any(arm.eligible for arm in arms if arm.policy.execution != "eager"):
         chosen = choose([arm for arm in arms if arm.policy.execution != "eager"])
@@ -83,15 +86,16 @@ def _contenders(context: Context, found: Tried) -> dict[str, tuple[Policy, int]]
 
 def _checked(context: Context, contenders: Mapping[str, tuple[Policy, int]]) -> dict[str, tuple[Arm, Outcome]]:
     """Every contender with its verdict. Where the time may not hold all, those that could become the policy come first."""
-    short = not context.may_start(context.verification_s(len(contenders)), context.timing_s(len(contenders)))
+    modes_s = context.kept_for_execution_s()
+    short = not context.may_start(context.verification_s(len(contenders)), context.timing_s(len(contenders)) + modes_s)
     order = sorted(contenders, key=lambda name: _urgency(contenders[name][1], short))
     checked: dict[str, tuple[Arm, Outcome]] = {}
     for name in order:
         policy, rank = contenders[name]
-        keep_s = context.timing_s(2) + REPORT_S
+        keep_s = context.timing_s(2) + REPORT_S + modes_s
         if rank != RANK_FP32 and not context.may_start(_cost_s(context, policy), keep_s):
             context.leave_out(f"verification of {name}")
-            if context.folder.lookup(policy, context.trial_window()) is not None:
+            if any(c.policy.setup_hash() == policy.setup_hash() for c in context.folder.candidates):
                 checked[name] = _unverified(context, name, policy, rank)
         else:
             checked[name] = _verified(context, name, policy, rank)
@@ -109,10 +113,9 @@ def _cost_s(context: Context, policy: Policy) -> float:
 
 
 def _unverified(context: Context, name: str, policy: Policy, rank: int) -> tuple[Arm, Outcome]:
-    """The arm with the speed of its trial and no verdict, so that it cannot become the policy."""
-    outcome = context.folder.lookup(policy, context.trial_window())
-    if outcome is None:
-        outcome = Failure(kind="timeout", message="the budget was over before it could run")
+    """The arm with the speed of its trial (FP32: of its probe) and no verdict, so that it cannot become the policy."""
+    ran = [c.outcome for c in context.folder.candidates if c.policy.setup_hash() == policy.setup_hash()]
+    outcome = next((outcome for outcome in reversed(ran) if isinstance(outcome, Measurement)), ran[-1])
     return arm_of(context, name, policy, rank, outcome, None), outcome
 
 
@@ -160,7 +163,12 @@ def _judged(context: Context, outcomes: Iterable[Outcome]) -> Verdict | None:
             return None
         gaps.append(loss_gap(reference_curve(context, seed)[: len(outcome.losses)], outcome.losses))
     noise = twin_noise(context, context.plan.verify_seeds)
-    return judge(gaps, noise, tolerance=context.settings.tolerance, noise_pairs=context.plan.verify_seeds)
+    verdict = judge(gaps, noise, tolerance=context.settings.tolerance, noise_pairs=context.plan.verify_seeds)
+    if len(gaps) == 1 and verdict.status == "passed" and gaps[0] > ONE_SEED_SHARE * verdict.tolerance:
+        text = "Inconclusive: one seed shows no scatter, and its loss ends"
+        told = verdict.text.replace("Passed: the loss ends", text)
+        return verdict.model_copy(update={"status": "inconclusive", "text": told})
+    return verdict
 
 
 def _why(outcome: Outcome) -> str:
@@ -216,8 +224,9 @@ def _timed_in_time(context: Context, arms: list[Arm]) -> list[Arm]:
         (arm for arm in arms if arm.rank != RANK_FP32), key=lambda arm: (not arm.eligible, arm.rank != RANK_STOCK, median_s(arm))
     )
     chosen = [arm for arm in arms if arm.rank == RANK_FP32]
+    keep_s = context.kept_for_execution_s() + REPORT_S
     for arm in first:
-        if context.may_start(context.timing_s(len(chosen) + 1)):
+        if context.may_start(context.timing_s(len(chosen) + 1), keep_s):
             chosen.append(arm)
     if len(chosen) < len(arms):
         context.leave_out(f"interleaved timing of {len(arms) - len(chosen)} of {len(arms)} set-ups", decides=False)
@@ -232,7 +241,7 @@ def _settled(context: Context, arms: list[Arm]) -> list[Arm]:
         pair = sorted((arm for arm in arms if arm.eligible), key=median_s)[:2]
         if len(pair) < 2 or context.study_time_is_over(EXTRA_SEEDS_SHARE) or not _is_close(*pair):
             return arms
-        if not context.may_start(3 * context.timing_s(2), REPORT_S):
+        if not context.may_start(3 * context.timing_s(2), context.kept_for_execution_s() + REPORT_S):
             return arms
         window = context.timing_window(times=3)
         outcomes = dict(zip((arm.name for arm in pair), context.interleave([arm.policy for arm in pair], window), strict=True))
