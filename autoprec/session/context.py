@@ -109,12 +109,16 @@ class Context:
         """Seconds to compile, time and verify one set-up; none where execution modes are not tried."""
         if not self.compiles:
             return 0.0
-        return self.costs.compile_s * (1 + RECOMPILE_SHARE) + self.plan.verify_seeds * self.low_s(self.plan.verify_steps)
+        return self.costs.compile_s + self.plan.verify_seeds * self.compiled_s()
 
-    def kept_for_execution_s(self) -> float:
-        """The same where it fits beside one verified arm, so that verifying and timing the others does not take it."""
+    def compiled_s(self) -> float:
+        """Seconds to verify on one seed what has been compiled before."""
+        return RECOMPILE_SHARE * self.costs.compile_s + self.low_s(self.plan.verify_steps)
+
+    def kept_for_execution_s(self, beside_s: float) -> float:
+        """The same where it fits beside what has to be done before, so that verifying and timing further arms does not take it."""
         wanted_s = self.execution_s()
-        return wanted_s if self.may_start(wanted_s, self.least_after_s()) else 0.0
+        return wanted_s if self.may_start(wanted_s, beside_s) else 0.0
 
     def least_after_s(self, arms: int = 1) -> float:
         """Seconds without which nothing that a stage finds can be exported: one arm verified and timed, and the report."""
@@ -125,7 +129,8 @@ class Context:
         whole_s = self.verification_s(VERIFIED_ARMS) + self.timing_s(VERIFIED_ARMS + 1) + self.execution_s() + REPORT_S
         most_s = MOST_AFTER_STUDY * start_left_s
         # One compiled arm is worth more than the last trials: graphs gave 1.2x to 1.5x of the best eager arm on ResNet-50 and GPT-2.
-        with_modes_s = self.execution_s() + self.least_after_s()
+        # The look at the fastest plan of each compute type comes before.
+        with_modes_s = self.execution_s() + self.least_after_s() + 3 * self.low_s(self.plan.trial_steps)
         return min(whole_s, max(most_s, with_modes_s) if with_modes_s < MOST_WITH_MODES * start_left_s else most_s)
 
     @property

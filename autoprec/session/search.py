@@ -305,7 +305,8 @@ def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[
             continue
         plan = found.space.fastest(dtype)
         policy = _with_plan(base, plan, found)
-        if not context.may_start(context.window_s(policy, context.trial_window()), context.least_after_s()):
+        keep_s = context.least_after_s() + context.kept_for_execution_s(context.least_after_s())
+        if not context.may_start(context.window_s(policy, context.trial_window()), keep_s):
             context.leave_out(f"a look at the fastest {dtype} plan")
             continue
         outcome = context.evaluate(policy, context.trial_window("repair"), role="repair")
@@ -315,7 +316,7 @@ def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[
             continue
         if not _lies_in_layers(outcome):
             continue
-        if not context.may_start(FEWEST_REPAIR_WINDOWS * context.low_s(context.plan.trial_steps), context.least_after_s()):
+        if not context.may_start(FEWEST_REPAIR_WINDOWS * context.low_s(context.plan.trial_steps), keep_s):
             context.leave_out(f"repair of {dtype}")
             continue
         context.progress.stage(f"repair of {dtype}", MAX_REPAIR_WINDOWS)

@@ -86,7 +86,7 @@ def _contenders(context: Context, found: Tried) -> dict[str, tuple[Policy, int]]
 
 def _checked(context: Context, contenders: Mapping[str, tuple[Policy, int]]) -> dict[str, tuple[Arm, Outcome]]:
     """Every contender with its verdict. Where the time may not hold all, those that could become the policy come first."""
-    modes_s = context.kept_for_execution_s()
+    modes_s = context.kept_for_execution_s(context.least_after_s())
     short = not context.may_start(context.verification_s(len(contenders)), context.timing_s(len(contenders)) + modes_s)
     order = sorted(contenders, key=lambda name: _urgency(contenders[name][1], short))
     checked: dict[str, tuple[Arm, Outcome]] = {}
@@ -128,6 +128,8 @@ def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[A
         return arm_of(context, name, policy, rank, outcome, None), outcome
     outcomes = []
     for seed in range(context.plan.verify_seeds):
+        if outcomes and context.time_left_s <= 0:
+            break  # fewer seeds, and the verdict says so
         outcomes.append(context.evaluate(policy, context.verify_window(seed, f"verification of {name}"), role="verification"))
         context.progress.advance()
         if isinstance(outcomes[-1], Failure):
@@ -224,7 +226,7 @@ def _timed_in_time(context: Context, arms: list[Arm]) -> list[Arm]:
         (arm for arm in arms if arm.rank != RANK_FP32), key=lambda arm: (not arm.eligible, arm.rank != RANK_STOCK, median_s(arm))
     )
     chosen = [arm for arm in arms if arm.rank == RANK_FP32]
-    keep_s = context.kept_for_execution_s() + REPORT_S
+    keep_s = context.kept_for_execution_s(context.timing_s(2) + REPORT_S) + REPORT_S
     for arm in first:
         if context.may_start(context.timing_s(len(chosen) + 1), keep_s):
             chosen.append(arm)
@@ -241,7 +243,7 @@ def _settled(context: Context, arms: list[Arm]) -> list[Arm]:
         pair = sorted((arm for arm in arms if arm.eligible), key=median_s)[:2]
         if len(pair) < 2 or context.study_time_is_over(EXTRA_SEEDS_SHARE) or not _is_close(*pair):
             return arms
-        if not context.may_start(3 * context.timing_s(2), context.kept_for_execution_s() + REPORT_S):
+        if not context.may_start(3 * context.timing_s(2), context.kept_for_execution_s(REPORT_S) + REPORT_S):
             return arms
         window = context.timing_window(times=3)
         outcomes = dict(zip((arm.name for arm in pair), context.interleave([arm.policy for arm in pair], window), strict=True))
@@ -335,9 +337,9 @@ def _verify_compiled(context: Context, arm: Arm) -> Arm:
     verdict: Verdict | None = None
     # A further seed costs no further compile, so an unclear verdict is worth one while any time is left.
     while len(outcomes) < context.plan.verify_seeds or (_is_unclear(verdict) and len(outcomes) < MAX_SEEDS):
-        if len(outcomes) >= context.plan.verify_seeds and not context.may_start(context.low_s(context.plan.verify_steps)):
+        if outcomes and not context.may_start(context.compiled_s()):
             break
-        if not context.may_start(0.0, 0.0):
+        if context.time_left_s <= 0:
             context.leave_out(f"verification of {arm.name}")
             return arm
         window: Window = context.verify_window(len(outcomes), f"verification of {arm.name}", extra_timeout_s=COMPILE_TIMEOUT_S)

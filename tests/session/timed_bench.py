@@ -101,7 +101,7 @@ class TimedBench:
     def _arm_s(self, policy: Policy, window: Window) -> float:
         compiles = policy.execution != "eager"
         key = policy.setup_hash()
-        extra = (self._compile_s * (0.3 if key in self._compiled else 1.0)) if compiles else 0.0
+        extra = (self._compile_s * (0.2 if key in self._compiled else 1.0)) if compiles else 0.0
         if compiles:
             self._compiled.add(key)
         return self._overhead_s + extra + window.steps * self._wall_s(policy)
