@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autoprec.bench import roofline
 from autoprec.bench.dtype_plan import Dtype, PlannedOp
 from autoprec.bench.gpus import Gpu
 from autoprec.bench.ops import cast_rule
 from autoprec.bench.optrace import Op, OpTrace
 from autoprec.bench.roofline import (
-    HOST_OP_S,
-    HOST_VIEW_S,
     Pricer,
     Setting,
     predict_device_and_host_s,
@@ -49,7 +48,7 @@ def predict_ceiling(
         for padded in (frozenset[str](), frozenset(allowed))
     ]
     least_device_s = steps * sum(_least_s(op, trace, allowed, pricers) for op in trace.ops)
-    least_host_s = steps * sum(HOST_VIEW_S if op.kind == "view" else HOST_OP_S for op in trace.ops)
+    least_host_s = steps * sum(roofline.HOST_VIEW_S if op.kind == "view" else roofline.HOST_OP_S for op in trace.ops)
     optimizer_device_s, optimizer_host_s = predict_optimizer_s(trace, gpu, scaler=False)
     least_device_s, least_host_s = least_device_s + optimizer_device_s, least_host_s + optimizer_host_s
 

@@ -23,8 +23,9 @@ VERIFY_SEEDS = 3
 # Shares of the budget: FP32 with its twins, the study, the verification. The rest is for profile and execution modes.
 REFERENCE_SHARE, STUDY_SHARE, VERIFICATION_SHARE = 0.14, 0.35, 0.2
 TIMING_SHARE = 0.1
-# FP32 runs on fewer seeds where they would take more than this share of what is left. Own choice.
-MOST_FOR_REFERENCE = 0.25
+# FP32 runs on fewer seeds where they would take more than the first share of what is left, and on one seed in shorter windows where
+# that would take more than the second. Own choices: a verdict that needs more seeds gets them later.
+MOST_FOR_SEEDS, MOST_FOR_REFERENCE = 0.15, 0.25
 # A window that takes longer than this, and 60 times what the probe foretold, hangs. Own choice: other processes may take most of
 # the machine for a while, and a set-up may be slow.
 LEAST_TIMEOUT_S = 600.0
@@ -128,7 +129,7 @@ def plan_windows(
 
     trial = steps(STUDY_SHARE, max(settings.trials + num_baselines, 1), candidate_s)
     trial = min(max(trial, SHORTEST_TRIAL_STEPS), LONGEST_TRIAL_STEPS)
-    seeds = min(max(int(MOST_FOR_REFERENCE * budget_s / (2 * (overhead_s + trial * step_s))), 1), VERIFY_SEEDS)
+    seeds = min(max(int(MOST_FOR_SEEDS * budget_s / (2 * (overhead_s + trial * step_s))), 1), VERIFY_SEEDS)
     if seeds == 1:
         trial = min(trial, max(steps(MOST_FOR_REFERENCE, 2, step_s), LEAST_TRIAL_STEPS))
     verify = min(

@@ -106,10 +106,10 @@ class Context:
         return fp32_s + (arms - 1) * self.low_s(self.plan.timed_steps)
 
     def execution_s(self) -> float:
-        """Seconds to compile, time and verify one set-up; none where execution modes are not tried."""
+        """Seconds to compile, time and verify one set-up, on two seeds at least; none where execution modes are not tried."""
         if not self.compiles:
             return 0.0
-        return self.costs.compile_s + self.plan.verify_seeds * self.compiled_s()
+        return self.costs.compile_s + min(self.plan.verify_seeds, 2) * self.compiled_s()
 
     def compiled_s(self) -> float:
         """Seconds to verify on one seed what has been compiled before."""

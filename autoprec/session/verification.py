@@ -126,7 +126,7 @@ def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[A
             return _unverified(context, name, policy, rank)
         outcome: Outcome = context.evaluate(policy, context.verify_window(0, "reference"), role="reference")
         return arm_of(context, name, policy, rank, outcome, None), outcome
-    outcomes = []
+    outcomes: list[Outcome] = []
     for seed in range(context.plan.verify_seeds):
         if outcomes and context.time_left_s <= 0:
             break  # fewer seeds, and the verdict says so

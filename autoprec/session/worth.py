@@ -78,7 +78,7 @@ def look_whether_it_pays(context: Context, search_space: SearchSpace, baselines:
     if ceiling is None or ceiling.gain > (LEAST_PREDICTED_GAIN if ceiling.origin == "predicted" else DOUBTFUL):
         return Worth(pays=True)
     policies = {**baselines, **pure_of(context, search_space)}
-    if not context.may_start(context.timing_s(len(policies)), context.least_after_s()):
+    if not context.may_start(_cost_s(context, len(policies))):
         return Worth(pays=True)
     context.progress.stage("worth it?", len(policies))
     arms = _timed(context, policies)
@@ -87,12 +87,21 @@ def look_whether_it_pays(context: Context, search_space: SearchSpace, baselines:
         arms = _timed(context, policies, times=3)
         doubt = _doubt(arms)
     if not doubt and context.compiles:
-        arms += _as_graphs(context, arms)
-        doubt = _doubt([arm for arm in arms if arm.policy.execution != "eager"] or arms)
+        graphs = _as_graphs(context, arms)
+        arms += graphs
+        # A model that cannot be compiled in any precision has none to gain from graphs.
+        doubt = _doubt(graphs) if any(arm.step_times_s for arm in graphs) else ""
     if doubt:
         context.progress.found(f"worth it?: {doubt}, so it is searched for")
         return Worth(pays=True, arms=tuple(arms))
     return Worth(pays=False, text=_words(context, ceiling, arms), arms=tuple(arms))
+
+
+def _cost_s(context: Context, arms: int) -> float:
+    """Seconds to compare some arms: their interleaved timing, or a few steps each where speed is predicted."""
+    if context.target.timing == "predicted":
+        return arms * context.low_s(LOOK_STEPS)
+    return context.timing_s(arms)
 
 
 def ceiling_of(context: Context, search_space: SearchSpace, fp32: Policy) -> Ceiling | None:
@@ -115,7 +124,7 @@ def _timed(context: Context, policies: Mapping[str, Policy], times: int = 1) -> 
     window = context.timing_window(times=times)
     if context.target.timing == "predicted":
         window = Window(steps=LOOK_STEPS, warmup_steps=1, seed=window.seed, timeout_s=window.timeout_s, purpose="first look")
-        outcomes = [context.evaluate(policy, window, role="first look") for policy in policies.values()]
+        outcomes = [context.evaluate(policy, window, role=role) for role, policy in policies.items()]
     else:
         outcomes = context.interleave(tuple(policies.values()), window)
         for policy, outcome in zip(policies.values(), outcomes, strict=True):
