@@ -87,7 +87,8 @@ class Costs:
         kind = _kind(policy)
         alike = self._seen.get(kind) or [s for known, seen in self._seen.items() if known[0] == kind[0] for s in seen]
         guess_s = self._step_s * (self._low_share if kind[0] else 1.0)
-        return self._overhead_s + steps * (statistics.median(alike[-5:]) if alike else guess_s)
+        # A device that slows down counts at once, one that was slow for a moment soon no more.
+        return self._overhead_s + steps * (max(statistics.median(alike[-5:]), alike[-1]) if alike else guess_s)
 
     @property
     def compile_s(self) -> float:
