@@ -7,7 +7,6 @@ corrects that. A stage starts a window only where it ends before the time that l
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from autoprec.policy import Policy
@@ -23,8 +22,8 @@ VERIFY_SEEDS = 3
 # Shares of the budget: FP32 with its twins, the study, the verification. The rest is for profile and execution modes.
 REFERENCE_SHARE, STUDY_SHARE, VERIFICATION_SHARE = 0.14, 0.35, 0.2
 TIMING_SHARE = 0.1
-# FP32 runs on fewer seeds where they would take more than the first share of what is left, and on one seed in shorter windows where
-# that would take more than the second. Own choices: a verdict that needs more seeds gets them later.
+# FP32 runs on fewer seeds where the shortest windows would take more than the first share of what is left; then in shorter windows
+# where they would take more than the second. Own choices: a verdict that needs more seeds gets them later.
 MOST_FOR_SEEDS, MOST_FOR_REFERENCE = 0.15, 0.25
 # A window that takes longer than this, and 60 times what the probe foretold, hangs. Own choice: other processes may take most of
 # the machine for a while, and a set-up may be slow.
@@ -58,6 +57,9 @@ FEWEST_TRIALS = 4
 FEWEST_REPAIR_WINDOWS = 4
 
 
+Kind = tuple[bool, bool, bool]
+
+
 class Costs:
     """What windows take by the wall clock: the probe's times first, then those of the windows that ran. It learns in place."""
 
@@ -70,13 +72,13 @@ class Costs:
             low_share: what a low-precision step is taken to cost against FP32's until one has run.
         """
         self._step_s, self._overhead_s, self._low_share = step_s, overhead_s, low_share
-        self._seen: dict[tuple[bool, bool, bool], list[float]] = defaultdict(list)
+        self._seen: list[tuple[Kind, float]] = []
         self._compiles_s: list[float] = []
 
     def learn(self, policy: Policy, steps: int, seconds: float) -> None:
         """Notes what an eager window of ``steps`` steps took."""
         if policy.execution == "eager":
-            self._seen[_kind(policy)].append(max(seconds - self._overhead_s, 0.0) / max(steps, 1))
+            self._seen.append((_kind(policy), max(seconds - self._overhead_s, 0.0) / max(steps, 1)))
 
     def learn_compile(self, seconds: float) -> None:
         """Notes what compiling a set-up and running it took."""
@@ -85,10 +87,22 @@ class Costs:
     def window_s(self, policy: Policy, steps: int) -> float:
         """Seconds that a window of ``steps`` steps is expected to take."""
         kind = _kind(policy)
-        alike = self._seen.get(kind) or [s for known, seen in self._seen.items() if known[0] == kind[0] for s in seen]
-        guess_s = self._step_s * (self._low_share if kind[0] else 1.0)
+        places = [place for place, (known, _) in enumerate(self._seen) if known == kind]
+        places = places or [place for place, (known, _) in enumerate(self._seen) if known[0] == kind[0]]
+        if not places:
+            return self._overhead_s + steps * self._step_s * (self._low_share if kind[0] else 1.0)
         # A device that slows down counts at once, one that was slow for a moment soon no more.
-        return self._overhead_s + steps * (max(statistics.median(alike[-5:]), alike[-1]) if alike else guess_s)
+        alike = [self._seen[place][1] for place in places]
+        return self._overhead_s + steps * max(statistics.median(alike[-5:]), alike[-1]) * self._slowed_since(places[-1])
+
+    def _slowed_since(self, place: int) -> float:
+        """How many times slower windows of other kinds became since one window; 1 where none did."""
+        slowed = 1.0
+        for kind, step_s in self._seen[place + 1 :]:
+            before = [seconds for known, seconds in self._seen[: place + 1] if known == kind]
+            if before and statistics.median(before) > 0:
+                slowed = max(slowed, step_s / statistics.median(before))
+        return slowed
 
     @property
     def compile_s(self) -> float:
@@ -96,7 +110,7 @@ class Costs:
         return max(self._compiles_s[-3:], default=COMPILE_S)
 
 
-def _kind(policy: Policy) -> tuple[bool, bool, bool]:
+def _kind(policy: Policy) -> Kind:
     """What decides the cost of a step: any half precision, TF32, memory layout."""
     low = policy.default != "fp32" or any(setting.precision != "fp32" for setting in policy.layers.values())
     return low, policy.backend.tf32, policy.backend.channels_last
@@ -130,9 +144,10 @@ def plan_windows(
 
     trial = steps(STUDY_SHARE, max(settings.trials + num_baselines, 1), candidate_s)
     trial = min(max(trial, SHORTEST_TRIAL_STEPS), LONGEST_TRIAL_STEPS)
-    seeds = min(max(int(MOST_FOR_SEEDS * budget_s / (2 * (overhead_s + trial * step_s))), 1), VERIFY_SEEDS)
-    if seeds == 1:
-        trial = min(trial, max(steps(MOST_FOR_REFERENCE, 2, step_s), LEAST_TRIAL_STEPS))
+    seeds = int(MOST_FOR_SEEDS * budget_s / (2 * (overhead_s + SHORTEST_TRIAL_STEPS * step_s)))
+    seeds = min(max(seeds, 1), VERIFY_SEEDS)
+    shortest = LEAST_TRIAL_STEPS if seeds == 1 else SHORTEST_TRIAL_STEPS
+    trial = min(trial, max(steps(MOST_FOR_REFERENCE, 2 * seeds, step_s), shortest))
     verify = min(
         steps(REFERENCE_SHARE, 2 * VERIFY_SEEDS, step_s),
         steps(VERIFICATION_SHARE, VERIFIED_ARMS * VERIFY_SEEDS, candidate_s),
