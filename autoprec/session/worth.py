@@ -60,8 +60,8 @@ class Worth(Record):
 def stop_early(context: Context, search_space: SearchSpace) -> tuple[Context, Tried, Verified] | None:
     """What a tune ends in where low precision cannot pay; None where it has to be searched for."""
     baselines = baselines_of(context, search_space)
-    if context.settings.anyway:
-        return None
+    if context.settings.anyway or any(candidate.trial is not None for candidate in context.folder.candidates):
+        return None  # asked for, or searched for in an earlier session
     worth = context.folder.load_stage("worth", Worth)
     if worth is None:
         worth = look_whether_it_pays(context, search_space, baselines)

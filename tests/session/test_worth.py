@@ -103,6 +103,14 @@ def test_anyway_searches_all_the_same(folder):
     assert not is_low(result.policy)
 
 
+def test_what_was_searched_for_once_is_not_stopped_early_the_next_time(folder):
+    clock = Clock()
+    bench = TimedBench(clock, host_bound(), look=looked(**MLP), host_bound=True)
+    tuned(folder, bench, clock, budget_s=120.0, execution="eager", anyway=True)
+    _, said, _ = tuned(folder, bench, clock, budget_s=120.0, execution="eager")
+    assert "study" in said.stages and "worth it?" not in said.stages
+
+
 def test_where_tf32_pays_and_no_low_precision_does_the_policy_is_tf32_verified(folder):
     result, said, *_ = run(folder, host_bound(tf32=0.8), MLP, host_bound=True)
     assert not {"profile", "study"} & set(said.stages) and "reference" in said.stages
