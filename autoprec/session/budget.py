@@ -49,7 +49,7 @@ COMPILE_S = 45.0
 # of 20 s.
 RECOMPILE_SHARE = 0.2
 # The study never leaves more than this share of the time it starts with to the stages after it. Own choice.
-MOST_AFTER_STUDY = 0.65
+MOST_AFTER_STUDY = 0.5
 # With execution modes it may leave this share, so that one arm can still be compiled. Own choice.
 MOST_WITH_MODES = 0.8
 # Trials for which a profile is worth making, and windows for which a repair is worth beginning.
