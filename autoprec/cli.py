@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,7 +45,7 @@ def cli() -> None:
 @click.option("--gpu", help="Card to tune for, such as 4090d or h200, or 'cpu'. Default: the CUDA device that is here.")
 @click.option("--predict", is_flag=True, help="Predict the speed when another CUDA card is here than the one named.")
 @click.option("--trials", type=click.IntRange(min=0), default=24, show_default=True, help="Study trials beyond the baselines.")
-@click.option("--budget", type=Duration(), default="4m", show_default=True, help="Wall time to plan for, such as 10m.")
+@click.option("--budget", type=Duration(), default="4m", show_default=True, help="Wall time of the tune, such as 10m.")
 @click.option("--out", type=click.Path(path_type=Path), help="Folder of the run. Default: reports/<model>-<gpu>.")
 @click.option(
     "--execution",
@@ -56,6 +57,7 @@ def cli() -> None:
 @click.option("--search-space", metavar="NAME|FILE", help="What may vary: a packaged name or a TOML file.")
 @click.option("--tolerance", type=float, default=0.01, show_default=True, help="Loss gap to FP32 that passes.")
 @click.option("--keep-fp32", multiple=True, metavar="PATTERN", help="Layers to keep in FP32; may be given several times.")
+@click.option("--anyway", is_flag=True, help="Search also where the first look says that low precision cannot pay.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search and of the first window.")
 def tune(
     model: str,
@@ -68,12 +70,14 @@ def tune(
     search_space: str | None,
     tolerance: float,
     keep_fp32: tuple[str, ...],
+    anyway: bool,
     seed: int,
 ) -> None:
     """Tune MODEL, the path of a model.py (path, path:object or package.module:object).
 
     MODEL is your own code and runs as such.
     """
+    started_s = time.monotonic()  # importing torch takes seconds of the budget too
     from rich.console import Console
 
     from autoprec.session import Settings, run_tune
@@ -90,11 +94,12 @@ def tune(
         search_space=search_space,
         tolerance=tolerance,
         keep_fp32=keep_fp32,
+        anyway=anyway,
         seed=seed,
     )
     console = Console()
-    with TerminalProgress(console, budget) as progress:
-        result = run_tune(settings, progress)
+    with TerminalProgress(console, budget, started_s=started_s) as progress:
+        result = run_tune(settings, progress, started_s=started_s)
     print_result(console, result)
 
 

@@ -73,6 +73,9 @@ class Look(Record):
         idle: modules that own parameters but ran no operation themselves.
         edges: producer-consumer pairs between layers.
         matmul_share: share of the FP32 step's time spent in matmuls and convolutions, 0 to 1.
+        heavy_s: seconds of one step's matmuls and convolutions that a lower precision could shorten: what they take beyond the least
+            time of an operation. 0 where nothing was measured.
+        light_s: the same for all other operations of forward and backward.
         num_parameters: parameters of the model.
         effective_batch: samples of one optimizer step.
         micro_batches: the micro-batches that divide it and into which a batch can really be split, largest first.
@@ -94,6 +97,8 @@ class Look(Record):
     idle: tuple[str, ...]
     edges: tuple[Edge, ...]
     matmul_share: float
+    heavy_s: float = 0.0
+    light_s: float = 0.0
     num_parameters: int
     effective_batch: int
     micro_batches: tuple[int, ...]
@@ -109,6 +114,29 @@ class Look(Record):
     device_name: str
     capability: str | None
     torch_version: str
+
+
+class Ceiling(Record):
+    """The most that low precision could give, whatever the assignment.
+
+    Attributes:
+        fp32_step_s: seconds of an FP32 step, TF32 off.
+        best_fp32_step_s: the same with TF32 or another memory layout, where that is faster and known.
+        floor_step_s: seconds that no assignment of precisions can fall below.
+        host_bound: whether the device waits for the host in FP32.
+        origin: whether the step was measured or predicted.
+    """
+
+    fp32_step_s: float
+    best_fp32_step_s: float
+    floor_step_s: float
+    host_bound: bool
+    origin: Origin
+
+    @property
+    def gain(self) -> float:
+        """How many times faster than FP32 (with TF32, if that is faster) a step could become at most."""
+        return self.best_fp32_step_s / self.floor_step_s
 
 
 class Risk(Record):

@@ -27,13 +27,19 @@ SPARK_POINTS, TABLE_POINTS = 40, 8
 
 
 class TerminalProgress:
-    """A progress bar with stage, windows done, best so far and time; plain lines where the output is not a terminal."""
+    """A progress bar with stage, windows done, best so far and time left; plain lines where the output is not a terminal."""
 
-    def __init__(self, console: Console, budget_s: float | None = None) -> None:
-        """``budget_s`` is the planned wall time in seconds; without one no time left is shown."""
+    def __init__(self, console: Console, budget_s: float | None = None, *, started_s: float | None = None) -> None:
+        """Starts nothing yet.
+
+        Args:
+            console: where to show it.
+            budget_s: wall time of the tune; without one no time left is shown.
+            started_s: when it began, by ``time.monotonic``; now where None.
+        """
         self._console = console
         self._budget_s = budget_s
-        self._start_s = time.monotonic()
+        self._start_s = time.monotonic() if started_s is None else started_s
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold"),
@@ -59,21 +65,23 @@ class TerminalProgress:
         """Starts a new bar for the stage."""
         if self._task is not None:
             self._bar.remove_task(self._task)
-        self._task = self._bar.add_task(name, total=max(total, 1), left=self._left(), best="")
-        self._name, self._best, self._done, self._total = name, "", 0, total
+        # The best so far stays in sight while it is verified and timed.
+        self._task = self._bar.add_task(name, total=max(total, 1), left=self._left(), best=self._best)
+        self._name, self._done, self._total = name, 0, total
         if not self._console.is_terminal:
-            self._console.print(f"{name} ...", highlight=False)
+            self._console.print(f"{name} ... ({self._left()})", highlight=False, markup=False)
 
     def advance(self, text: str = "") -> None:
         """Moves the bar by one window."""
         self._done += 1
+        self._best = text or self._best
         if self._task is not None:
-            self._best = text or self._best
             self._bar.update(self._task, advance=1, left=self._left(), best=self._best)
         # Ten lines a stage are enough for a log.
         every = max(1, self._total // 10)
         if not self._console.is_terminal and (self._done % every == 0 or self._done == self._total):
-            self._console.print(f"  {self._name}: {self._done}/{self._total}  {text}".rstrip(), highlight=False, markup=False)
+            parts = (f"  {self._name}: {self._done}/{self._total}", text, self._left())
+            self._console.print("  ".join(filter(None, parts)), highlight=False, markup=False, soft_wrap=True)
 
     def found(self, text: str) -> None:
         """Prints a line above the bar."""
@@ -83,7 +91,9 @@ class TerminalProgress:
         if self._budget_s is None:
             return ""
         left_s = self._budget_s - (time.monotonic() - self._start_s)
-        return f"about {left_s / 60:.1f} min left" if left_s > 0 else "over the planned time"
+        if left_s <= 0:
+            return "finishing, the budget is over"
+        return f"{left_s:.0f} s left" if left_s < 100 else f"{left_s / 60:.1f} min left"
 
 
 def figures_table(arms: tuple[Figures, ...], chosen: str) -> Table:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoprec.bench.arms import interleave
+from autoprec.bench.ceiling import predict_ceiling
 from autoprec.bench.data import LongBatches, Start
 from autoprec.bench.look import trace_workload
 from autoprec.bench.optrace import OpTrace
@@ -17,7 +18,7 @@ from autoprec.bench.window import run_window
 from autoprec.bench.workload import Workload, load_workload
 from autoprec.bench.workload_check import check_workload
 from autoprec.policy import Policy, Precision
-from autoprec.records import Look, Measurement, Outcome, Profile, Window
+from autoprec.records import Ceiling, Look, Measurement, Outcome, Profile, Window
 
 
 class Bench:
@@ -57,6 +58,17 @@ class Bench:
         """Costs and risks of every layer."""
         seen, trace = self._traced()
         return profile(self._workload, self._target, seen, precisions, trace=trace)
+
+    def ceiling(self, allowed: Mapping[str, Sequence[Precision]], fp32: Policy) -> Ceiling:
+        """The most that any assignment of these precisions could give, where speed is predicted.
+
+        Raises:
+            ValueError: the target is not in the GPU table.
+        """
+        if self._target.gpu is None:
+            raise ValueError(f"{self._target.name} is not in the GPU table: there is no step time to predict.")
+        seen, trace = self._traced()
+        return predict_ceiling(trace, self._target.gpu, allowed, fp32, most_micro=max(seen.micro_batches))
 
     def _checked(self) -> Workload:
         """The workload with what its check finds out (smaller batches, closures); a worker started anew checks again."""

@@ -14,17 +14,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from autoprec.errors import AutoprecError, WorkerError
 from autoprec.policy import Policy, Precision
-from autoprec.records import Failure, FailureKind, Look, Outcome, Profile, Window
+from autoprec.records import Ceiling, Failure, FailureKind, Look, Outcome, Profile, Window
 
 if TYPE_CHECKING:  # the parent needs no torch to talk to a worker
     from autoprec.bench.target import Target
@@ -101,18 +101,19 @@ class IsolatedBench:
 
     def look(self) -> Look:
         """See ``Bench.look``. Raises WorkerError where the worker dies, hangs or breaks."""
-        look: Look = self._stage("look")
-        return look
+        return cast(Look, self._stage("look"))
+
+    def ceiling(self, allowed: Mapping[str, Sequence[Precision]], fp32: Policy) -> Ceiling:
+        """See ``Bench.ceiling``. Raises WorkerError where the worker dies, hangs or breaks."""
+        return cast(Ceiling, self._stage("ceiling", dict(allowed), fp32))
 
     def profile(self, precisions: Sequence[Precision]) -> Profile:
         """See ``Bench.profile``. Raises WorkerError where the worker dies, hangs or breaks."""
-        profile: Profile = self._stage("profile", tuple(precisions))
-        return profile
+        return cast(Profile, self._stage("profile", tuple(precisions)))
 
     def rescore(self, policy: Policy) -> dict[str, float]:
         """See ``Bench.rescore``. Raises WorkerError where the worker dies, hangs or breaks."""
-        harms: dict[str, float] = self._stage("rescore", policy)
-        return harms
+        return cast("dict[str, float]", self._stage("rescore", policy))
 
     def window(self, policy: Policy, window: Window) -> Outcome:
         """See ``Bench.window``; a worker that dies, hangs or breaks is a Failure.
@@ -249,8 +250,7 @@ class IsolatedBench:
         if process is None or self._owner != os.getpid():  # in a fork of this process the worker is not ours to end
             return
         if not at_once:
-            # The closed pipe tells it to go.
-            process.join(_GRACE_S)
+            process.join(_GRACE_S)  # the closed pipe tells it to go
         for hard, wait_s in ((False, _GRACE_S), (True, _KILLED_S)):
             if process.is_alive():
                 _end(process, hard=hard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,11 +50,14 @@ def trace_workload(workload: Workload, target: Target, *, seed: int = 0) -> tupl
         traced = _trace_what_fits(workload, model, batch, micro_batches)
         state_bytes, forbids = _try_optimizer(workload, model)
     trace = replace(traced.op_trace, optimizer_state_bytes=state_bytes)
+    shares = _shares(workload, target, model, batch, trace)
     record = Look(
         layers=traced.layers,
         idle=traced.idle,
         edges=traced.edges,
-        matmul_share=_matmul_share(workload, target, model, batch, trace),
+        matmul_share=shares.matmul,
+        heavy_s=shares.heavy_s,
+        light_s=shares.light_s,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         effective_batch=workload.batch_size,
         micro_batches=micro_batches,
@@ -154,10 +157,21 @@ def _has_image_conv(trace: OpTrace) -> bool:
     return any(op.kind == "conv" and op.inputs and len(op.inputs[0].shape) >= 4 for op in trace.ops)
 
 
-def _matmul_share(workload: Workload, target: Target, model: nn.Module, batch: Any, trace: OpTrace) -> float:
-    """Share of the FP32 step in matmuls and convolutions: from the profiler where speed is measured, else from the roofline."""
+@dataclass(frozen=True)
+class _Shares:
+    """Share of matmuls and convolutions in the FP32 step, and the seconds of a whole step that precision could shorten."""
+
+    matmul: float
+    heavy_s: float = 0.0
+    light_s: float = 0.0
+
+
+def _shares(workload: Workload, target: Target, model: nn.Module, batch: Any, trace: OpTrace) -> _Shares:
+    """From the profiler where speed is measured, else from the roofline."""
     if target.timing == "predicted" and target.gpu is not None:
-        return predict_matmul_share(trace, target.gpu)
+        return _Shares(predict_matmul_share(trace, target.gpu))
     part = part_of(batch, trace.samples, workload.batch_size)
     times = measure_step(model, lambda: workload.loss(model, part), target.device)
-    return times.heavy_s / times.total_s if times.total_s else 0.0
+    parts = workload.batch_size / max(trace.samples, 1)
+    share = times.heavy_s / times.total_s if times.total_s else 0.0
+    return _Shares(share, parts * times.heavy_work_s, parts * times.light_work_s)

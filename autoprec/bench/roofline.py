@@ -112,7 +112,7 @@ class OpCost:
     launches: int
 
 
-class _Pricer:
+class Pricer:
     """Prices the operations of one trace on one GPU; a micro-batch may be smaller or larger than the traced one."""
 
     def __init__(self, trace: OpTrace, gpu: Gpu, setting: Setting, micro: int) -> None:
@@ -209,7 +209,7 @@ def predict_device_and_host_s(trace: OpTrace, policy: Policy, gpu: Gpu) -> tuple
     """Seconds that the device and the host are busy with one optimizer step; the longer one is the step."""
     compiled = policy.execution != "eager"
     setting = Setting(policy.backend, frozenset(policy.padding.layers), compiled)
-    pricer = _Pricer(trace, gpu, setting, policy.batch.micro)
+    pricer = Pricer(trace, gpu, setting, policy.batch.micro)
     plan = plan_dtypes(trace, policy.precision_of)
     costs = [pricer.price(op, planned) for op, planned in zip(trace.ops, plan, strict=True)]
     device_s = sum(cost.device_s for cost in costs)
@@ -219,11 +219,11 @@ def predict_device_and_host_s(trace: OpTrace, policy: Policy, gpu: Gpu) -> tuple
     if policy.execution == "compile_cudagraphs":
         host_s = GRAPH_LAUNCH_S
     steps = policy.batch.accumulation_steps
-    optimizer_device_s, optimizer_host_s = _optimizer(trace, gpu, scaler=policy.needs_loss_scale)
+    optimizer_device_s, optimizer_host_s = predict_optimizer_s(trace, gpu, scaler=policy.needs_loss_scale)
     return steps * device_s + optimizer_device_s, steps * host_s + optimizer_host_s
 
 
-def _optimizer(trace: OpTrace, gpu: Gpu, *, scaler: bool) -> tuple[float, float]:
+def predict_optimizer_s(trace: OpTrace, gpu: Gpu, *, scaler: bool) -> tuple[float, float]:
     """Device and host seconds of the optimizer: parameters and state read and written, gradients read (twice with a scaler)."""
     moved = trace.num_parameters * 4 * 3 + 2 * trace.optimizer_state_bytes
     kernels = OPTIMIZER_OPS * (1 + trace.num_parameter_tensors // OPTIMIZER_TENSORS_PER_KERNEL)
@@ -282,7 +282,7 @@ def predict_layer_times(trace: OpTrace, gpu: Gpu, precisions: Sequence[Precision
 
 
 def _uniform_times(trace: OpTrace, gpu: Gpu, precision: Precision) -> dict[str, float]:
-    pricer = _Pricer(trace, gpu, Setting(Backend(channels_last=True)), trace.samples)
+    pricer = Pricer(trace, gpu, Setting(Backend(channels_last=True)), trace.samples)
     plan = plan_dtypes(trace, lambda _name: precision)
     costs = [pricer.price(op, planned) for op, planned in zip(trace.ops, plan, strict=True)]
     host_bound = sum(cost.host_s for cost in costs) > sum(cost.device_s for cost in costs)
@@ -294,7 +294,7 @@ def _uniform_times(trace: OpTrace, gpu: Gpu, precision: Precision) -> dict[str, 
 
 def predict_matmul_share(trace: OpTrace, gpu: Gpu) -> float:
     """Share of the FP32 step's device time in matmuls, convolutions, attention and RNNs, 0 to 1."""
-    pricer = _Pricer(trace, gpu, Setting(), trace.samples)
+    pricer = Pricer(trace, gpu, Setting(), trace.samples)
     costs = [(op, pricer.price(op, PlannedOp("fp32")).device_s) for op in trace.ops]
     total = sum(seconds for _, seconds in costs)
     return sum(seconds for op, seconds in costs if op.is_heavy) / total if total else 0.0

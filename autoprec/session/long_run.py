@@ -21,13 +21,14 @@ from autoprec.bench.target import Target, resolve_target_of
 from autoprec.errors import PolicyMismatch, RunFolderError
 from autoprec.policy import Policy
 from autoprec.records import Look, Measurement, Verdict, VerdictStatus
+from autoprec.session.budget import LEAST_TIMEOUT_S
 from autoprec.session.context import Context, Measuring
 from autoprec.session.logbook import Logbook
 from autoprec.session.long_run_arms import Job, timed_arms, trained_arms
 from autoprec.session.long_run_settings import DEFAULT_SEEDS, Given, VerifySettings, chosen_steps, given_policy
 from autoprec.session.opening import PROBES, Interrupted, first_look, fp32_that_fits, opened_bench, probed, workload_name
 from autoprec.session.progress import Progress, Silent
-from autoprec.session.settings import LEAST_TIMEOUT_S, Plan, Settings
+from autoprec.session.settings import Plan, Settings
 from autoprec.session.verification import COMPILE_TIMEOUT_S
 from autoprec.tune import quantities
 from autoprec.tune.describe import EXECUTION_WORDS, fingerprint_warnings
@@ -288,8 +289,8 @@ def _plan(bench: Measuring, folder: RunFolder, look: Look, length: _Length, logb
     if known is not None:
         return known
     fp32 = fp32_that_fits(bench, look)
-    step_s, overhead_s = probed(bench, fp32)
-    foretold_s = overhead_s + step_s * length.steps
+    probe = probed(bench, fp32)
+    foretold_s = probe.overhead_s + probe.step_s * length.steps
     whole = quantities.duration(length.seeds * length.arms * foretold_s)
     logbook.found(f"verify: {whole} if every set-up takes as long as FP32 and the verdict is clear")
     plan = Plan(

@@ -9,7 +9,8 @@ from typing import Any
 
 from autoprec.errors import RunFolderError, UserError
 from autoprec.policy import Policy, load_policy
-from autoprec.session.settings import LONGEST_TRIAL_STEPS, Plan
+from autoprec.session.budget import LONGEST_TRIAL_STEPS
+from autoprec.session.settings import Plan
 from autoprec.tune.run_folder import RunFolder
 from autoprec.tune.verdict import DEFAULT_TOLERANCE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from autoprec.bench.isolation import IsolatedBench
 from autoprec.bench.target import Target
 from autoprec.errors import AutoprecError, WorkloadError
 from autoprec.policy import Batch, Policy
-from autoprec.records import Failure, Look, Window
+from autoprec.records import Failure, Look, Measurement, Window
 from autoprec.session.context import Measuring
 from autoprec.session.logbook import Logbook
 from autoprec.tune.study_space import fingerprint_of
 
-PROBES = (Window(steps=3, warmup_steps=1, purpose="probe"), Window(steps=11, warmup_steps=1, purpose="probe"))
+PROBES = (Window(steps=3, warmup_steps=1, purpose="probe"), Window(steps=9, warmup_steps=3, purpose="probe"))
 
 
 class Interrupted(AutoprecError):
@@ -83,7 +84,7 @@ def fp32_that_fits(bench: Measuring, look: Look) -> Policy:
     for micro in look.micro_batches or (whole,):
         batch = Batch(effective=whole, micro=micro, accumulation_steps=whole // micro)
         policy = Policy(default="fp32", batch=batch, fingerprint=fingerprint_of(look))
-        outcome = bench.window(policy, PROBES[1])
+        outcome = bench.window(policy, PROBES[0])
         if not isinstance(outcome, Failure) or outcome.kind != "out_of_memory":
             return policy
     reason = f" It cannot be split: {look.unsplittable}" if look.unsplittable else ""
@@ -93,20 +94,31 @@ def fp32_that_fits(bench: Measuring, look: Look) -> Policy:
     )
 
 
-def probed(bench: Measuring, policy: Policy) -> tuple[float, float]:
-    """Wall seconds of a step, and of a window besides its steps.
+@dataclass(frozen=True)
+class Probed:
+    """What FP32 costs by the wall clock, speed prediction or not: a step, a window besides its steps, and the longer window."""
 
-    The first window pays for loading kernels and making batches, so run one before.
+    step_s: float
+    overhead_s: float
+    measurement: Measurement
+
+
+def probed(bench: Measuring, policy: Policy, clock: Callable[[], float] = time.monotonic) -> Probed:
+    """Times two windows of different length.
+
+    The first window ever pays for loading kernels and making batches, so run one before.
+
+    Raises:
+        WorkloadError: FP32 does not train.
     """
-    short_s, long_s = (_probe_s(bench, policy, probe) for probe in PROBES)
+    (short_s, _), (long_s, measurement) = (_probe(bench, policy, probe, clock) for probe in PROBES)
     step_s = max(long_s - short_s, 0.0) / (PROBES[1].steps - PROBES[0].steps)
-    return step_s, max(short_s - step_s * PROBES[0].steps, 0.0)
+    return Probed(step_s, max(short_s - step_s * PROBES[0].steps, 0.0), measurement)
 
 
-def _probe_s(bench: Measuring, policy: Policy, probe: Window) -> float:
-    """Wall seconds of a window, speed prediction or not."""
-    start_s = time.monotonic()
+def _probe(bench: Measuring, policy: Policy, probe: Window, clock: Callable[[], float]) -> tuple[float, Measurement]:
+    start_s = clock()
     outcome = bench.window(policy, probe)
     if isinstance(outcome, Failure):
         raise WorkloadError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
-    return time.monotonic() - start_s
+    return clock() - start_s, outcome

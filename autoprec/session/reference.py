@@ -15,23 +15,44 @@ from autoprec.tune.divergence import noise_floor
 ROUNDING = 2.0**-24
 
 
-def run_reference(context: Context) -> None:
-    """Trains FP32 (TF32 off) and a twin moved by rounding-size noise on every seed.
+def run_reference(context: Context) -> Context:
+    """Trains FP32 (TF32 off) and a twin moved by rounding-size noise on every seed that the budget holds.
+
+    Returns:
+        The context with the seeds that ran; none where not even one pair did, and then nothing can be verified.
 
     Raises:
         WorkloadError: FP32 itself does not train.
     """
-    seeds = context.plan.verify_seeds
-    context.progress.stage("reference", 2 * seeds)
-    for seed in range(seeds):
-        for curve in (reference_curve, twin_curve):
-            curve(context, seed)
-            context.progress.advance()
-    noise = twin_noise(context, seeds)
-    context.progress.found(
-        f"reference: FP32 on {seeds} seeds, {context.plan.verify_steps} steps; "
-        f"two FP32 runs differ by {noise:.2%} of the loss at the end of the window"
-    )
+    planned = context.plan.verify_seeds
+    context.progress.stage("reference", 2 * planned)
+    seeds = 0
+    while seeds < planned and _pair(context, seeds):
+        seeds += 1
+    if seeds < planned:
+        context.leave_out(f"{planned - seeds} of {planned} seeds", decides=False)
+    if seeds:
+        context.progress.found(
+            f"reference: FP32 on {seeds} {'seed' if seeds == 1 else 'seeds'}, {context.plan.verify_steps} steps; "
+            f"two FP32 runs differ by {twin_noise(context, seeds):.2%} of the loss at the end of the window"
+        )
+    return context.with_seeds(seeds)
+
+
+def _pair(context: Context, seed: int) -> bool:
+    """Trains FP32 and its twin on a seed where both fit; the first pair runs in whatever time there is."""
+    windows = (context.verify_window(seed, "reference"), context.verify_window(seed, "FP32 twin", perturbation=ROUNDING))
+    cost_s = sum(context.window_s(context.plain_fp32(), window) for window in windows)
+    if seed and cost_s and not context.may_start(cost_s, context.with_seeds(seed + 1).least_after_s()):
+        return False
+    for window in windows:
+        if context.time_left_s <= 0 and context.folder.lookup(context.plain_fp32(), window) is None:
+            return False
+        if context.is_cut_short(context.evaluate(context.plain_fp32(), window, role="reference")):
+            return False
+        _train(context, window)
+        context.progress.advance()
+    return True
 
 
 def reference_curve(context: Context, seed: int) -> tuple[float, ...]:

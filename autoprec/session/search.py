@@ -6,17 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoprec.errors import WorkerError
-from autoprec.policy import LossScale, Policy, Precision, Reason
+from autoprec.policy import Fingerprint, LossScale, Policy, Precision, Reason, Weights
 from autoprec.records import Candidate, Failure, Measurement, Outcome, Profile, Window
+from autoprec.session.budget import FEWEST_REPAIR_WINDOWS, FEWEST_TRIALS, MOST_FOR_PROFILE, REPORT_S, duration, profile_s
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
 from autoprec.session.rescoring import rescored
 from autoprec.tune.assignment import Assignment, assess, exceptions_of, harm_of
-from autoprec.tune.baselines import baseline_policies
+from autoprec.tune.baselines import STOCK_AMP, baseline_policies, pure_policies
 from autoprec.tune.repair import smallest_repair
+from autoprec.tune.rows import role_words
 from autoprec.tune.space import SearchSpace, allowed_precisions
 from autoprec.tune.study import run_study
-from autoprec.tune.study_space import StudySpace
+from autoprec.tune.study_space import StudySpace, fingerprint_of
 from autoprec.tune.yardstick import Yardstick
 
 # A repair that needs more windows than this costs more than it gains; the front's safer points remain. Own choice.
@@ -26,60 +28,132 @@ TRIAL_SLACK = 3.0
 
 
 @dataclass(frozen=True)
-class Found:
-    """What the search leaves for verification.
+class Tried:
+    """What is left for verification where nothing was searched.
 
     Attributes:
         candidates: every evaluated trial, baselines included.
         baselines: policies by role.
         yardstick: what trials were held against.
-        profile: of the layers.
-        space: the bound search space.
     """
 
     candidates: tuple[Candidate, ...]
     baselines: dict[str, Policy]
     yardstick: Yardstick
-    profile: Profile
-    space: StudySpace
 
     def outcome(self, role: str) -> Outcome | None:
         """What came of a baseline."""
         return next((c.outcome for c in self.candidates if c.role == role), None)
 
 
-def run_search(context: Context, search_space: SearchSpace) -> Found:
-    """Profiles the layers, solves the fronts, and runs the study with the baselines first."""
-    profile, space = run_profile(context, search_space)
-    target = context.target
-    allowed = tuple(precision for precision in target.precisions if precision in search_space.precisions)
-    baselines = baseline_policies(
-        context.look,
-        allowed,
-        cuda=target.stands_for_cuda,
-        capability=target.capability,
-        fingerprint=space.fingerprint,
-        fp32_micro=context.plan.fp32_micro,
-    )
+@dataclass(frozen=True)
+class Found(Tried):
+    """What the search leaves for verification.
+
+    Attributes:
+        profile: of the layers.
+        space: the bound search space.
+    """
+
+    profile: Profile
+    space: StudySpace
+
+
+def run_search(context: Context, search_space: SearchSpace) -> Tried:
+    """Profiles the layers, solves the fronts, and runs the study with the baselines first.
+
+    Where the budget does not hold the profile, only set-ups that need none are tried: the baselines and pure half everywhere.
+    """
+    baselines = baselines_of(context, search_space)
+    if not context.plan.verify_seeds:
+        context.leave_out("everything but FP32", "nothing can be verified in the time that is left")
+        return Tried((), baselines, yardstick_of(context))
+    profiled = _profile_in_time(context, search_space, baselines)
+    if profiled is None:
+        return _unsearched(context, search_space, baselines)
+    profile, space = profiled
     context.progress.found(
         "front: "
         + ", ".join(f"{len({plan.key() for plan in plans})} in {dtype}" for dtype, plans in space.plans.items())
         + " (whole assignments of the layers, from all FP32 to the fastest)"
     )
-    window = context.trial_window()
-    # The trial window is the start of the first verification window: same seed, same data, so FP32 need not run again.
-    yardstick = Yardstick(
-        reference_losses=reference_curve(context, 0)[: window.steps],
-        noise_floor=twin_noise(context, context.plan.verify_seeds, window.steps),
-        tolerance=TRIAL_SLACK * context.settings.tolerance,
-        memory_limit_bytes=target.memory_limit_bytes,
-    )
+    baselines = baselines_of(context, search_space, space.fingerprint)
+    yardstick = yardstick_of(context)
     candidates = _study(context, space, yardstick, baselines)
     found = Found(tuple(candidates), baselines, yardstick, profile, space)
-    repaired = _repairs(context, found, search_space)
+    # Repairs need the time that unfinished baselines did not find either.
+    repaired = _repairs(context, found, search_space) if all(found.outcome(role) for role in baselines) else {}
     if repaired:
         candidates = _study(context, space, yardstick, {**baselines, **repaired}, trials=0)
     return Found(tuple(candidates), baselines, yardstick, profile, space)
+
+
+def baselines_of(context: Context, search_space: SearchSpace, fingerprint: Fingerprint | None = None) -> dict[str, Policy]:
+    """The baselines by role on this target."""
+    target = context.target
+    return baseline_policies(
+        context.look,
+        tuple(precision for precision in target.precisions if precision in search_space.precisions),
+        cuda=target.stands_for_cuda,
+        capability=target.capability,
+        fingerprint=fingerprint or _fingerprint(context),
+        fp32_micro=context.plan.fp32_micro,
+    )
+
+
+def pure_of(context: Context, search_space: SearchSpace) -> dict[str, Policy]:
+    """Pure half precision everywhere the search space allows it, by role."""
+    allowed, _ = allowed_precisions(search_space, context.look, context.target.precisions)
+    weights: Weights = "half_with_masters" if context.target.device == "cuda" else "fp32"
+    return pure_policies(context.look, allowed, fingerprint=_fingerprint(context), weights=weights)
+
+
+def _fingerprint(context: Context) -> Fingerprint:
+    """The one that the bound space has too, so that a set-up is the same with and without a search."""
+    return fingerprint_of(context.look, device_name=context.target.device_name, capability=context.target.capability)
+
+
+def yardstick_of(context: Context) -> Yardstick:
+    """What trials are held against. Their window is the start of the first verification window: FP32 need not run again."""
+    steps, seeds = context.plan.trial_steps, context.plan.verify_seeds
+    return Yardstick(
+        reference_losses=reference_curve(context, 0)[:steps] if seeds else (),
+        noise_floor=twin_noise(context, seeds, steps),
+        tolerance=TRIAL_SLACK * context.settings.tolerance,
+        memory_limit_bytes=context.target.memory_limit_bytes,
+    )
+
+
+def _profile_in_time(
+    context: Context, search_space: SearchSpace, baselines: Mapping[str, Policy]
+) -> tuple[Profile, StudySpace] | None:
+    """Profile and fronts; None where they would take what the rest of the tune needs."""
+    cost_s = 0.0 if context.folder.load_profile() else profile_s(context.plan.step_s, len(context.look.layers))
+    trial_s = context.low_s(context.plan.trial_steps)
+    # Without its baselines and a few trials a profile is of no use.
+    keep_s = (len(baselines) + FEWEST_TRIALS) * trial_s + context.least_after_s(2)
+    if context.may_start(cost_s / MOST_FOR_PROFILE, 0.0) and context.may_start(cost_s, keep_s):
+        return run_profile(context, search_space)
+    context.leave_out("profile, search and repair", f"the profile alone takes about {duration(cost_s)}")
+    return None
+
+
+def _unsearched(context: Context, search_space: SearchSpace, baselines: Mapping[str, Policy]) -> Tried:
+    """What needs no profile: the baselines, and pure half as the candidates. What they are worth is for the verification to say."""
+    policies = {**baselines, **pure_of(context, search_space)}
+    yardstick, window = yardstick_of(context), context.trial_window()
+    context.progress.stage("baselines", len(policies))
+    candidates: list[Candidate] = []
+    for role, policy in policies.items():
+        if not context.may_start(context.window_s(policy, window), context.least_after_s() if candidates else REPORT_S):
+            context.leave_out(role_words(role))
+            continue
+        outcome = context.evaluate(policy, window, role=role)
+        if not context.is_cut_short(outcome):
+            number = len(candidates)
+            candidates.append(Candidate(number=number, role=role, policy=policy, window=window, outcome=outcome))
+        context.progress.advance(_best_text(candidates, yardstick))
+    return Tried(tuple(candidates), dict(baselines), yardstick)
 
 
 def run_profile(context: Context, search_space: SearchSpace) -> tuple[Profile, StudySpace]:
@@ -149,33 +223,45 @@ def _study(
     if trials is None:
         context.progress.stage("study", total)
     done = sum(candidate.trial is not None for candidate in context.folder.candidates)
+    start_left_s, done_before, window = context.time_left_s, done, context.trial_window()
 
-    def on_trial(candidate: Candidate, best: Candidate | None) -> None:
+    def is_over() -> bool:
+        """Baselines run while one of them can still be verified, trials while all that comes after the study fits."""
+        if trials == 0:
+            return False  # repaired plans have run: nothing is trained again
+        keep_s = context.least_after_s() if done < len(baselines) else context.after_study_s(start_left_s)
+        # What the study itself does around a window is seen in how fast trials come.
+        paced_s = (start_left_s - context.time_left_s) / (done - done_before) if done > done_before else 0.0
+        return not context.may_start(max(context.low_s(window.steps), paced_s), keep_s)
+
+    def on_trial(candidate: Candidate, _best_one: Candidate | None) -> None:
         nonlocal done
         done += 1
         context.folder.record(candidate.role, candidate.policy, candidate.window, candidate.outcome, trial=candidate.trial)
-        context.progress.advance(_best_text(best))
+        context.progress.advance(_best_text([*earlier, *fresh, candidate], yardstick))
+        fresh.append(candidate)
 
+    fresh: list[Candidate] = []
     earlier = [candidate for candidate in context.folder.candidates if candidate.trial is not None]
     candidates = run_study(
         space,
         lambda policy, window: _evaluate(context, policy, window),
         yardstick,
-        window=context.trial_window(),
+        window=window,
         baselines=baselines,
         trials=total,
         storage=context.folder.study_url,
         seed=context.settings.seed,
         earlier=earlier,
         on_trial=on_trial,
-        should_stop=lambda: trials is None and done >= len(baselines) and context.study_time_is_over(),
+        should_stop=is_over,
     )
+    if trials is not None:
+        return candidates
     feasible = sum(yardstick.feasible(candidate.outcome) for candidate in candidates)
-    if trials is None:
-        context.progress.found(
-            f"study: {len(candidates)} trials, {feasible} within the limits; {_best_text(_best(candidates, yardstick))}"
-        )
-    if trials is None and len(candidates) < total and context.study_time_is_over():
+    context.progress.found(f"study: {len(candidates)} trials, {feasible} within the limits; {_best_text(candidates, yardstick)}")
+    if len(candidates) < total and is_over():
+        context.left_out.append(f"{total - len(candidates)} of {total} trials")
         context.progress.found(
             f"study: stopped after {len(candidates)} of {total} trials, because the rest of the {context.settings.budget_s:.0f} s "
             "budget belongs to verification; a longer --budget searches further"
@@ -186,7 +272,7 @@ def _study(
 def _evaluate(context: Context, policy: Policy, window: Window) -> Outcome:
     # Recorded by the caller, with the trial's number.
     known = context.folder.lookup(policy, window)
-    return known if known is not None else context.bench.window(policy, window)
+    return known if known is not None else context.run(policy, window)
 
 
 def _best(candidates: Sequence[Candidate], yardstick: Yardstick) -> Candidate | None:
@@ -194,8 +280,14 @@ def _best(candidates: Sequence[Candidate], yardstick: Yardstick) -> Candidate | 
     return max(feasible, key=lambda c: _speed(c.outcome), default=None)
 
 
-def _best_text(best: Candidate | None) -> str:
-    return f"best {_speed(best.outcome):,.0f} samples/s ({best.role})" if best else "nothing within the limits yet"
+def _best_text(candidates: Sequence[Candidate], yardstick: Yardstick) -> str:
+    """The fastest candidate within the limits, and how it compares with the faster stock AMP so far."""
+    best = _best(candidates, yardstick)
+    if best is None:
+        return "nothing within the limits yet"
+    stock = max((_speed(c.outcome) for c in candidates if c.role in STOCK_AMP), default=0.0)
+    ratio = f", {_speed(best.outcome) / stock:.2f}x stock AMP" if stock else ""
+    return f"best {_speed(best.outcome):,.0f} samples/s{ratio} ({role_words(best.role)})"
 
 
 def _speed(outcome: Outcome) -> float:
@@ -213,12 +305,19 @@ def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[
             continue
         plan = found.space.fastest(dtype)
         policy = _with_plan(base, plan, found)
+        keep_s = context.least_after_s() + context.kept_for_execution_s(context.least_after_s())
+        if not context.may_start(context.window_s(policy, context.trial_window()), keep_s):
+            context.leave_out(f"a look at the fastest {dtype} plan")
+            continue
         outcome = context.evaluate(policy, context.trial_window("repair"), role="repair")
         if found.yardstick.feasible(outcome):
             # A short study may not have come to it.
             repaired |= {} if policy.setup_hash() in tried else {f"fastest_{dtype}": policy}
             continue
         if not _lies_in_layers(outcome):
+            continue
+        if not context.may_start(FEWEST_REPAIR_WINDOWS * context.low_s(context.plan.trial_steps), keep_s):
+            context.leave_out(f"repair of {dtype}")
             continue
         context.progress.stage(f"repair of {dtype}", MAX_REPAIR_WINDOWS)
         mended = _repair(context, found, policy, plan, outcome, allowed)
@@ -272,7 +371,10 @@ def _repair(
         return assess(merged, merged.get("", plan.default), context.look, found.profile)
 
     def passes(precisions: Mapping[str, Precision]) -> bool:
-        outcome = context.evaluate(_with_plan(policy, lifted(precisions), found), context.trial_window("repair"), role="repair")
+        candidate, window = _with_plan(policy, lifted(precisions), found), context.trial_window("repair")
+        if not context.may_start(context.window_s(candidate, window), context.least_after_s()):
+            return False  # not shown to pass: what passed so far stays
+        outcome = context.evaluate(candidate, window, role="repair")
         context.progress.advance()
         return found.yardstick.feasible(outcome)
 

@@ -26,13 +26,14 @@ class Settings:
         gpu: a card's name, ``cpu``, or None for the CUDA device that is here.
         predict: allow predicted speed for a card that is not the one here.
         trials: study trials beyond the baselines, in total over all sessions of the folder.
-        budget_s: wall time to plan the windows for.
+        budget_s: wall time of the whole tune; overrun by no more than the window (or compile) that is running when it ends.
         out: the run's folder; None is ``reports/<model>-<gpu>``.
         execution: ``eager``, ``compile`` (with its CUDA-graph mode), or ``auto``: compile where the speed is measured on CUDA.
         search_space: a packaged name or a TOML file; None picks the family of the target.
         tolerance: largest relative loss gap to FP32 that passes, unless the noise floor is larger.
         seed: seed of the sampler and of the first window.
         keep_fp32: layer patterns pinned to FP32.
+        anyway: search also where the first look says that low precision cannot pay.
     """
 
     workload: Any
@@ -46,6 +47,7 @@ class Settings:
     tolerance: float = DEFAULT_TOLERANCE
     seed: int = 0
     keep_fp32: tuple[str, ...] = ()
+    anyway: bool = False
 
     def __post_init__(self) -> None:
         if self.execution not in EXECUTION_CHOICES:
@@ -66,7 +68,11 @@ class Settings:
 
 
 class Plan(Record):
-    """Window lengths that fit the budget, and the micro-batch with which FP32 fits into memory (0: the whole batch)."""
+    """Window lengths that fit the budget, and the micro-batch with which FP32 fits into memory (0: the whole batch).
+
+    ``step_s`` and ``overhead_s`` are what the probe's FP32 step and the rest of its window took by the wall clock; ``fp32_step_s`` is
+    the step as the bench measured it (0 where speed is predicted) and ``host_bound`` what the bench said of it.
+    """
 
     trial_steps: int
     trial_warmup_steps: int
@@ -75,54 +81,7 @@ class Plan(Record):
     timed_steps: int
     timeout_s: float
     fp32_micro: int = 0
-
-
-# A window shorter than this says nothing about a loss curve, and one longer than this no longer ranks candidates any better;
-# both are choices of this project, checked on the examples (see "How it decides" in the README).
-SHORTEST_TRIAL_STEPS, LONGEST_TRIAL_STEPS = 24, 120
-VERIFY_SEEDS = 3
-# Shares of the budget: FP32 with its twins, the study, the verification. The rest is for profile and execution modes.
-REFERENCE_SHARE, STUDY_SHARE, VERIFICATION_SHARE = 0.14, 0.35, 0.2
-TIMING_SHARE = 0.1
-# A window that takes longer than this, and 60 times what the probe foretold, hangs. Own choice: other processes may take most of
-# the machine for a while, and a set-up may be slow.
-LEAST_TIMEOUT_S = 600.0
-# Arms that are verified on every seed: TF32, two stock AMP, three finalists.
-VERIFIED_ARMS = 6
-# A step of a candidate against FP32's. Source: stock AMP took 0.34 of FP32's step for ResNet-50 on an H200; on a CPU that
-# follows CUDA's rules it took 1.2 to 1.5 of it on the examples.
-CANDIDATE_STEP_ON_CUDA, CANDIDATE_STEP_ON_CPU = 0.4, 1.4
-
-
-def plan_windows(step_s: float, overhead_s: float, settings: Settings, *, num_baselines: int, on_cuda: bool) -> Plan:
-    """Sizes every window from the time of an FP32 window.
-
-    Args:
-        step_s: wall seconds of one FP32 optimizer step.
-        overhead_s: wall seconds of a window besides its steps (building the model, copying, cleaning up).
-        settings: budget and trials.
-        num_baselines: baselines that run before the study.
-        on_cuda: whether the steps run on a GPU.
-    """
-    step_s = max(step_s, 1e-4)
-    candidate_s = step_s * (CANDIDATE_STEP_ON_CUDA if on_cuda else CANDIDATE_STEP_ON_CPU)
-    budget_s = settings.budget_s
-
-    def steps(share: float, windows: int, seconds: float) -> int:
-        return int((share * budget_s / windows - overhead_s) / seconds)
-
-    trial = steps(STUDY_SHARE, max(settings.trials + num_baselines, 1), candidate_s)
-    trial = min(max(trial, SHORTEST_TRIAL_STEPS), LONGEST_TRIAL_STEPS)
-    verify = min(
-        steps(REFERENCE_SHARE, 2 * VERIFY_SEEDS, step_s),
-        steps(VERIFICATION_SHARE, VERIFIED_ARMS * VERIFY_SEEDS, candidate_s),
-    )
-    verify = min(max(verify, trial), 4 * trial)
-    return Plan(
-        trial_steps=trial,
-        trial_warmup_steps=min(8, trial // 3),
-        verify_steps=verify,
-        verify_seeds=VERIFY_SEEDS,
-        timed_steps=min(max(int(TIMING_SHARE * budget_s / (VERIFIED_ARMS + 1) / candidate_s), 20), 62),
-        timeout_s=max(LEAST_TIMEOUT_S, 60 * (overhead_s + step_s * verify)),
-    )
+    step_s: float = 0.0
+    overhead_s: float = 0.0
+    fp32_step_s: float = 0.0
+    host_bound: bool = False

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from autoprec.policy import Execution, Policy
 from autoprec.records import Failure, Measurement, Outcome, Verdict, Window
+from autoprec.session.budget import REPORT_S, VERIFIED_ARMS
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
-from autoprec.session.search import Found
+from autoprec.session.search import Tried
 from autoprec.tune.choice import Arm, choose, faster_beyond_noise, median_s
 from autoprec.tune.divergence import loss_gap
 from autoprec.tune.front import finalists, kind_of, score
@@ -19,12 +20,13 @@ from autoprec.tune.verdict import judge
 NUM_FINALISTS = 3
 # Seeds are added while a verdict is inconclusive, up to this many. Own choice: the interval shrinks with the root of the number.
 MAX_SEEDS = 6
+# On one seed, all that a short budget holds, a policy passes only well within the tolerance: nothing shows how seeds scatter.
+# Own choice.
+ONE_SEED_SHARE = 0.25
 # How often a close pair is timed again, three times as long each time, and from what ratio on that is worth it. Own choice.
 MAX_RETIMINGS, WORTH_SETTLING = 2, 1.01
 # Extra seeds run only while more than this share of the budget is left.
 EXTRA_SEEDS_SHARE = 0.25
-# Compiling starts only while this much wall time is left. Source: ResNet-50 took 43 s to compile on an H200 (torch 2.11).
-COMPILE_NEEDS_S = 45.0
 # A compiled window may take this much longer than an eager one.
 COMPILE_TIMEOUT_S = 300.0
 BASELINE_NAMES = {
@@ -38,19 +40,20 @@ EXECUTION_NAMES: dict[Execution, str] = {"eager": "", "compile": ", compiled", "
 
 @dataclass(frozen=True)
 class Verified:
-    """The final comparison: every arm, and the one that became the policy."""
+    """The final comparison: every arm, and the one that became the policy; why the tune ended early, where it did."""
 
     arms: tuple[Arm, ...]
     chosen: Arm
+    not_worth_it: str = ""
 
 
-def run_verification(context: Context, found: Found) -> Verified:
+def run_verification(context: Context, found: Tried) -> Verified:
     """Verifies numerics, times the arms against each other, tries execution modes, and chooses."""
     contenders = _contenders(context, found)
     context.progress.stage("verification", (len(contenders) - 1) * context.plan.verify_seeds)
-    checked = {name: _verified(context, name, policy, rank) for name, (policy, rank) in contenders.items()}
+    checked = _checked(context, contenders)
     arms = _settled(context, _timed(context, checked))
-    if context.compiles:
+    if context.compiles and context.plan.verify_seeds:
         arms += _compiled_arms(context, arms)
     if context.settings.execution == "compile" and any(arm.eligible for arm in arms if arm.policy.execution != "eager"):
         chosen = choose([arm for arm in arms if arm.policy.execution != "eager"])
@@ -62,7 +65,7 @@ def run_verification(context: Context, found: Found) -> Verified:
 RANK_FP32, RANK_TF32, RANK_STOCK, RANK_BASELINE, RANK_TUNED, RANK_COMPILED = range(6)
 
 
-def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]:
+def _contenders(context: Context, found: Tried) -> dict[str, tuple[Policy, int]]:
     """Policies to compare, with how far each is from plain FP32."""
     ranks = {"fp32": RANK_FP32, "fp32_tf32": RANK_TF32, "amp_fp16": RANK_STOCK, "amp_bf16": RANK_STOCK}
     contenders = {BASELINE_NAMES[role]: (found.baselines[role], rank) for role, rank in ranks.items() if role in found.baselines}
@@ -81,13 +84,52 @@ def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]
     return contenders
 
 
+def _checked(context: Context, contenders: Mapping[str, tuple[Policy, int]]) -> dict[str, tuple[Arm, Outcome]]:
+    """Every contender with its verdict. Where the time may not hold all, those that could become the policy come first."""
+    modes_s = context.kept_for_execution_s(context.least_after_s())
+    short = not context.may_start(context.verification_s(len(contenders)), context.timing_s(len(contenders)) + modes_s)
+    order = sorted(contenders, key=lambda name: _urgency(contenders[name][1], short))
+    checked: dict[str, tuple[Arm, Outcome]] = {}
+    for name in order:
+        policy, rank = contenders[name]
+        keep_s = context.timing_s(2) + REPORT_S + modes_s
+        if rank != RANK_FP32 and not context.may_start(_cost_s(context, policy), keep_s):
+            context.leave_out(f"verification of {name}")
+            if any(c.policy.setup_hash() == policy.setup_hash() for c in context.folder.candidates):
+                checked[name] = _unverified(context, name, policy, rank)
+        else:
+            checked[name] = _verified(context, name, policy, rank)
+    return {name: checked[name] for name in contenders if name in checked}
+
+
+def _urgency(rank: int, short: bool) -> int:
+    """What is verified first: FP32 costs nothing; with little time the finalists, then stock AMP, then TF32."""
+    return rank if rank == RANK_FP32 or not short else -rank + RANK_COMPILED + 1
+
+
+def _cost_s(context: Context, policy: Policy) -> float:
+    """Seconds of the verification windows that have not run yet."""
+    return sum(context.window_s(policy, context.verify_window(seed, "")) for seed in range(context.plan.verify_seeds))
+
+
+def _unverified(context: Context, name: str, policy: Policy, rank: int) -> tuple[Arm, Outcome]:
+    """The arm with the speed of its trial (FP32: of its probe) and no verdict, so that it cannot become the policy."""
+    ran = [c.outcome for c in context.folder.candidates if c.policy.setup_hash() == policy.setup_hash()]
+    outcome = next((outcome for outcome in reversed(ran) if isinstance(outcome, Measurement)), ran[-1])
+    return arm_of(context, name, policy, rank, outcome, None), outcome
+
+
 def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[Arm, Outcome]:
     """An arm with its verdict and the outcome of its first seed."""
     if rank == RANK_FP32:
+        if not context.plan.verify_seeds:
+            return _unverified(context, name, policy, rank)
         outcome: Outcome = context.evaluate(policy, context.verify_window(0, "reference"), role="reference")
-        return _arm(context, name, policy, rank, outcome, None), outcome
-    outcomes = []
+        return arm_of(context, name, policy, rank, outcome, None), outcome
+    outcomes: list[Outcome] = []
     for seed in range(context.plan.verify_seeds):
+        if outcomes and context.time_left_s <= 0:
+            break  # fewer seeds, and the verdict says so
         outcomes.append(context.evaluate(policy, context.verify_window(seed, f"verification of {name}"), role="verification"))
         context.progress.advance()
         if isinstance(outcomes[-1], Failure):
@@ -99,12 +141,16 @@ def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[A
         verdict = _judged(context, outcomes)
     first = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), outcomes[0])
     context.progress.found(f"{name}: {verdict.text if verdict else _why(first)}")
-    return _arm(context, name, policy, rank, first, verdict), outcomes[0]
+    return arm_of(context, name, policy, rank, first, verdict), outcomes[0]
 
 
 def _may_clear(context: Context, rank: int, verdict: Verdict | None) -> bool:
     """Whether more seeds are worth their time: for what may become the policy, while the budget lasts."""
-    return _is_unclear(verdict) and rank >= RANK_BASELINE and not context.study_time_is_over(EXTRA_SEEDS_SHARE)
+    if not _is_unclear(verdict) or rank < RANK_BASELINE or context.study_time_is_over(EXTRA_SEEDS_SHARE):
+        return False
+    steps = context.plan.verify_steps
+    cost_s = context.low_s(steps) + context.costs.window_s(context.plain_fp32(), steps)
+    return context.may_start(cost_s, context.timing_s(VERIFIED_ARMS) + REPORT_S)
 
 
 def _is_unclear(verdict: Verdict | None) -> bool:
@@ -119,7 +165,12 @@ def _judged(context: Context, outcomes: Iterable[Outcome]) -> Verdict | None:
             return None
         gaps.append(loss_gap(reference_curve(context, seed)[: len(outcome.losses)], outcome.losses))
     noise = twin_noise(context, context.plan.verify_seeds)
-    return judge(gaps, noise, tolerance=context.settings.tolerance, noise_pairs=context.plan.verify_seeds)
+    verdict = judge(gaps, noise, tolerance=context.settings.tolerance, noise_pairs=context.plan.verify_seeds)
+    if len(gaps) == 1 and verdict.status == "passed" and gaps[0] > ONE_SEED_SHARE * verdict.tolerance:
+        text = "Inconclusive: one seed shows no scatter, and its loss ends"
+        told = verdict.text.replace("Passed: the loss ends", text)
+        return verdict.model_copy(update={"status": "inconclusive", "text": told})
+    return verdict
 
 
 def _why(outcome: Outcome) -> str:
@@ -129,7 +180,7 @@ def _why(outcome: Outcome) -> str:
     return f"{outcome.kind}{where}: {outcome.message}"
 
 
-def _arm(context: Context, name: str, policy: Policy, rank: int, outcome: Outcome, verdict: Verdict | None) -> Arm:
+def arm_of(context: Context, name: str, policy: Policy, rank: int, outcome: Outcome, verdict: Verdict | None) -> Arm:
     if isinstance(outcome, Failure):
         return Arm(name=name, policy=policy, rank=rank, speed_origin=context.target.timing, failure=_why(outcome))
     return Arm(
@@ -158,13 +209,30 @@ def _timed(context: Context, checked: Mapping[str, tuple[Arm, Outcome]]) -> list
     if context.target.timing == "predicted":
         return arms
     context.progress.stage("timing", 1)
-    runnable = [arm for arm in arms if not arm.failure]
-    outcomes = context.bench.interleave(tuple(arm.policy for arm in runnable), context.timing_window())
+    runnable = _timed_in_time(context, [arm for arm in arms if not arm.failure])
+    if len(runnable) < 2:
+        return arms
+    outcomes = context.interleave(tuple(arm.policy for arm in runnable), context.timing_window())
     context.progress.advance()
     timed = dict(zip((arm.name for arm in runnable), outcomes, strict=True))
     for arm in runnable:
         context.folder.record("timing", arm.policy, context.timing_window(), timed[arm.name])
     return [_retimed(arm, timed[arm.name]) if arm.name in timed else arm for arm in arms]
+
+
+def _timed_in_time(context: Context, arms: list[Arm]) -> list[Arm]:
+    """The arms whose interleaved timing the budget holds: FP32, what can become the policy, fastest first, then stock AMP."""
+    first = sorted(
+        (arm for arm in arms if arm.rank != RANK_FP32), key=lambda arm: (not arm.eligible, arm.rank != RANK_STOCK, median_s(arm))
+    )
+    chosen = [arm for arm in arms if arm.rank == RANK_FP32]
+    keep_s = context.kept_for_execution_s(context.timing_s(2) + REPORT_S) + REPORT_S
+    for arm in first:
+        if context.may_start(context.timing_s(len(chosen) + 1), keep_s):
+            chosen.append(arm)
+    if len(chosen) < len(arms):
+        context.leave_out(f"interleaved timing of {len(arms) - len(chosen)} of {len(arms)} set-ups", decides=False)
+    return [arm for arm in arms if arm in chosen]
 
 
 def _settled(context: Context, arms: list[Arm]) -> list[Arm]:
@@ -175,10 +243,10 @@ def _settled(context: Context, arms: list[Arm]) -> list[Arm]:
         pair = sorted((arm for arm in arms if arm.eligible), key=median_s)[:2]
         if len(pair) < 2 or context.study_time_is_over(EXTRA_SEEDS_SHARE) or not _is_close(*pair):
             return arms
+        if not context.may_start(3 * context.timing_s(2), context.kept_for_execution_s(REPORT_S) + REPORT_S):
+            return arms
         window = context.timing_window(times=3)
-        outcomes = dict(
-            zip((arm.name for arm in pair), context.bench.interleave([arm.policy for arm in pair], window), strict=True)
-        )
+        outcomes = dict(zip((arm.name for arm in pair), context.interleave([arm.policy for arm in pair], window), strict=True))
         context.progress.found(f"timing: {pair[0].name} against {pair[1].name} is too close to call, timed again")
         for arm in pair:
             context.folder.record("timing", arm.policy, window, outcomes[arm.name])
@@ -212,8 +280,12 @@ def _compiled_arms(context: Context, arms: list[Arm]) -> list[Arm]:
     context.progress.stage("execution", len(variants))
     made: list[Arm] = []
     for arm, execution in variants:
-        if context.time_left_s < COMPILE_NEEDS_S and made:
-            context.progress.found(f"execution: {arm.name}{EXECUTION_NAMES[execution]} left out, no time for another compile")
+        # What cannot be verified afterwards is not worth compiling; asked for by name, one compile runs while there is any time.
+        asked = context.settings.execution == "compile" and not made and context.time_left_s > 0
+        if not asked and not context.may_start(
+            context.costs.compile_s, context.execution_s() - context.costs.compile_s + REPORT_S
+        ):
+            context.leave_out(f"{arm.name}{EXECUTION_NAMES[execution]}", "no time for another compile")
             continue
         made.append(_compiled(context, anchor, arm, execution))
         context.progress.advance()
@@ -245,9 +317,9 @@ def _compiled(context: Context, anchor: Arm, arm: Arm, execution: Execution) -> 
     name = f"{arm.name}{EXECUTION_NAMES[execution]}"
     policy = arm.policy.model_copy(update={"execution": execution})
     window = context.timing_window(extra_timeout_s=COMPILE_TIMEOUT_S)
-    base, outcome = context.bench.interleave((anchor.policy, policy), window)
+    base, outcome = context.interleave((anchor.policy, policy), window)
     context.folder.record("timing", policy, window, outcome)
-    made = _arm(context, name, policy, RANK_COMPILED, outcome, None)
+    made = arm_of(context, name, policy, RANK_COMPILED, outcome, None)
     if isinstance(base, Failure) or made.failure:
         context.progress.found(f"{name}: {made.failure or _why(base)}")
         return made.model_copy(update={"step_times_s": ()})
@@ -265,8 +337,11 @@ def _verify_compiled(context: Context, arm: Arm) -> Arm:
     verdict: Verdict | None = None
     # A further seed costs no further compile, so an unclear verdict is worth one while any time is left.
     while len(outcomes) < context.plan.verify_seeds or (_is_unclear(verdict) and len(outcomes) < MAX_SEEDS):
-        if len(outcomes) >= context.plan.verify_seeds and context.time_left_s <= 0:
+        if outcomes and not context.may_start(context.compiled_s()):
             break
+        if context.time_left_s <= 0:
+            context.leave_out(f"verification of {arm.name}")
+            return arm
         window: Window = context.verify_window(len(outcomes), f"verification of {arm.name}", extra_timeout_s=COMPILE_TIMEOUT_S)
         outcomes.append(context.evaluate(arm.policy, window, role="verification"))
         if isinstance(outcomes[-1], Failure):

@@ -12,6 +12,8 @@ from autoprec.tune.verdict import speed_ratio
 # A roofline has no scatter, so its ratios have no interval; a predicted gain under 1% is below what its constants are worth.
 # Source: an assumption of this project.
 LEAST_PREDICTED_GAIN = 1.01
+# An interval that ends below this rules out a gain worth having. Own choice: twice the scatter of device-bound steps.
+GAIN_THAT_MATTERS = 1.02
 
 
 class Arm(Record):
@@ -60,6 +62,14 @@ def faster_beyond_noise(slow: Arm, fast: Arm) -> bool:
     if "predicted" in (slow.speed_origin, fast.speed_origin):
         return ratio > LEAST_PREDICTED_GAIN
     return low > 1.0
+
+
+def clearly_not_faster(slow: Arm, fast: Arm) -> bool:
+    """True where ``fast`` is certain not to be ahead of ``slow`` by anything that matters: not the same as not being clearly ahead."""
+    ratio, _, high = speed_ratio(slow.useful_times_s, fast.useful_times_s)
+    if "predicted" in (slow.speed_origin, fast.speed_origin):
+        return ratio <= LEAST_PREDICTED_GAIN
+    return high < GAIN_THAT_MATTERS
 
 
 def choose(arms: Sequence[Arm]) -> Arm:

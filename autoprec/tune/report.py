@@ -32,6 +32,8 @@ class Tile(Record):
 
 def headline(data: ReportData) -> str:
     """The answer in a sentence."""
+    if data.cut_short:
+        return "FP32 for now: the budget was over before everything was tried"
     if data.not_worth_it:
         return "Stay with FP32: mixed precision does not pay here"
     if data.tuned_arm == data.stock_arm:
@@ -57,7 +59,7 @@ def tiles(data: ReportData) -> list[Tile]:
     for label, over in (("against stock AMP", data.stock_arm), ("against FP32", data.fp32_arm)):
         gain = speedup(data, over)
         # Where the answer is FP32 itself, a ratio to a slower stock AMP would read like a gain.
-        if gain is None or data.not_worth_it:
+        if gain is None or data.not_worth_it or data.cut_short:
             continue
         detail = role_words(over)
         measured = data.speed_origin == "measured"  # predicted step times are all equal: no interval over them
@@ -280,8 +282,7 @@ def render_markdown(data: ReportData) -> str:
     lines.append(f"{markdown_text(data.workload)} on {markdown_text(data.target)}; speeds are {data.speed_origin}.")
     if data.verdict:
         lines.append(verdict_line(data.verdict))
-    if data.not_worth_it:
-        lines.append(markdown_text(data.not_worth_it))
+    lines += [markdown_text(text) for text in (data.not_worth_it, data.cut_short, *data.notes) if text]
     lines += ["", comparison_table(data), ""] if data.arms else [""]
     differing = differences_from_stock_amp(data.policy)
     lines += ["Differs from stock AMP in:", *(f"- {markdown_text(line)}" for line in differing), ""] if differing else []

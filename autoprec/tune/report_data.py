@@ -50,6 +50,7 @@ class ReportData(Record):
         stages: what each stage found.
         rejected: further things tried and not taken; failed trials are listed without being named here.
         not_worth_it: why mixed precision does not pay here; empty where it does.
+        cut_short: why the policy is plain FP32 although nothing speaks against low precision: the budget was over; empty as a rule.
         grad_clip: the workload's gradient clipping, for the code that applies the policy.
         environment: where samples were taken.
         command: the command line.
@@ -80,6 +81,7 @@ class ReportData(Record):
     stages: tuple[Stage, ...] = ()
     rejected: tuple[Rejected, ...] = ()
     not_worth_it: str = ""
+    cut_short: str = ""
     grad_clip: float | None = None
     environment: Environment
     command: str = ""

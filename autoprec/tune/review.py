@@ -61,7 +61,7 @@ def study_attributes(data: ReportData) -> dict[str, str | float | int]:
     known = {
         "headline": headline(data),
         "verdict": verdict.status if verdict else (data.policy.evidence.verdict if data.policy.evidence else "unverified"),
-        "verdict_text": verdict.text if verdict else data.not_worth_it or None,
+        "verdict_text": verdict.text if verdict else data.not_worth_it or data.cut_short or None,
         "target": data.target,
         "speeds_are": data.speed_origin,
         "losses_are": "measured",
@@ -82,8 +82,8 @@ def study_note(data: ReportData) -> str:
     parts = [f"## {markdown_text(headline(data))}", f"{where} Speeds are {data.speed_origin}, losses are measured."]
     if data.verdict:
         parts.append(verdict_line(data.verdict))
-    if data.not_worth_it:
-        parts.append(markdown_text(data.not_worth_it))
+    if why := data.not_worth_it or data.cut_short:
+        parts.append(markdown_text(why))
     chosen = _chosen_trial(data)
     parts += [f"The policy is trial **{chosen}** of this study."] if chosen is not None else []
     parts += [comparison_table(data)] if data.arms else []

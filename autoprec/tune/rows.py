@@ -18,6 +18,8 @@ _ROLE_WORDS = {
     "fp32_tf32": "FP32 + TF32",
     "amp_fp16": "stock AMP fp16",
     "amp_bf16": "stock AMP bf16",
+    "pure_fp16": "pure fp16",
+    "pure_bf16": "pure bf16",
     "tuned": "tuned policy",
     "start": "starting point",
     "refine": "refinement",

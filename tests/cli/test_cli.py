@@ -115,9 +115,9 @@ def test_gpus_prints_the_table_with_the_4090_d_beside_the_4090():
 def test_a_model_that_gains_nothing_gets_fp32_says_so_and_is_no_error(tmp_path):
     """Mixed precision is slower than FP32 on small models: NVIDIA/apex#297, open-mmlab/mmcv#742."""
     out = tmp_path / "run"
-    done = run_cli("tune", WORKLOADS / "tiny_mlp.py", "--gpu", "4090d", "--trials", 1, "--budget", "5s", "--out", out)
+    done = run_cli("tune", WORKLOADS / "tiny_mlp.py", "--gpu", "4090d", "--trials", 1, "--budget", "60s", "--out", out)
     assert done.returncode == 0, done.stderr
-    assert "Not worth it here" in done.stdout
+    assert "Not worth it" in done.stdout
     policy = json.loads((out / "policy.json").read_text())
     assert policy["default"] == "fp32"
     assert policy["layers"] == {}

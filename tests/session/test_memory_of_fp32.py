@@ -49,7 +49,7 @@ def workload_of(most):
 
 
 def test_fp32_runs_in_the_largest_micro_batch_that_fits_and_amp_in_the_whole(tmp_path):
-    result = tune(workload_of(16), gpu="4090d", trials=1, budget_s=5, out=tmp_path / "run")
+    result = tune(workload_of(16), gpu="4090d", trials=1, budget_s=60, out=tmp_path / "run")
     assert result.policy.batch.effective == 64
     lines = (result.folder / "candidates.jsonl").read_text().splitlines()
     batches = {c.role: c.policy.batch for c in map(Candidate.model_validate_json, lines)}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autoprec.errors import UserError
+from autoprec.session.budget import LEAST_TRIAL_STEPS, LONGEST_TRIAL_STEPS, plan_windows
 from autoprec.session.run import workload_name
-from autoprec.session.settings import LONGEST_TRIAL_STEPS, SHORTEST_TRIAL_STEPS, Settings, plan_windows
+from autoprec.session.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,7 @@ def plan(step_s, overhead_s=0.0, **settings):
 
 
 def test_slow_steps_get_short_windows_and_fast_ones_no_more_than_is_useful():
-    assert plan(5.0).trial_steps == SHORTEST_TRIAL_STEPS
+    assert plan(5.0).trial_steps == LEAST_TRIAL_STEPS
     assert plan(1e-5).trial_steps == LONGEST_TRIAL_STEPS
 
 

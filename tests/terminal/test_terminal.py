@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 
 from rich.console import Console
 
@@ -49,14 +50,14 @@ def test_an_arm_that_failed_says_so_and_small_memory_is_not_zero():
 
 def test_progress_into_a_file_is_plain_lines():
     console = Console(file=io.StringIO(), width=80)
-    with TerminalProgress(console, 60.0) as progress:
+    with TerminalProgress(console, 60.0, started_s=time.monotonic() - 50) as progress:
         progress.stage("study", 20)
         for number in range(20):
             progress.advance(f"best {number}")
         progress.found("study: done")
     lines = console.file.getvalue().splitlines()
-    assert lines[0] == "study ..."
-    assert "  study: 20/20  best 19" in lines
+    assert lines[0] == "study ... (10 s left)"
+    assert "  study: 20/20  best 19  10 s left" in lines
     assert lines[-1] == "study: done"
     assert len(lines) == 12
 
@@ -120,3 +121,15 @@ def test_the_result_of_a_verification_names_its_files(tmp_path):
     assert "Passed: so it is." in text
     for name in ("verify.json", "verify.html", "verify.svg"):
         assert str(tmp_path / name) in text
+
+
+def test_the_best_so_far_stays_in_sight_and_an_over_run_budget_is_said():
+    console = Console(file=io.StringIO(), width=120, force_terminal=True)
+    with TerminalProgress(console, 60.0, started_s=time.monotonic() - 61) as progress:
+        progress.stage("study", 4)
+        progress.advance("best 2,791 samples/s, 1.95x stock AMP (stock AMP fp16)")
+        progress.stage("verification", 3)
+    text = console.file.getvalue()
+    last = text[text.rindex("verification") :]
+    assert "1.95x stock AMP" in last and "0/3" in last
+    assert "finishing, the budget is over" in last
