@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoprec.policy import Execution, Policy
 from autoprec.records import Failure, Measurement, Outcome, Verdict, Window
 from autoprec.session.context import Context
-from autoprec.session.reference import reference_curve, twin_noise
+from autoprec.session.judging import at_settled_scale, judged, trained_on_seeds
 from autoprec.session.search import Found
 from autoprec.tune.choice import Arm, choose, faster_beyond_noise, median_s
-from autoprec.tune.divergence import loss_gap
 from autoprec.tune.front import finalists, kind_of, score
 from autoprec.tune.rows import role_words
-from autoprec.tune.verdict import judge
 
 NUM_FINALISTS = 3
 # Seeds are added while a verdict is inconclusive, up to this many. Own choice: the interval shrinks with the root of the number.
@@ -47,8 +45,11 @@ class Verified:
 def run_verification(context: Context, found: Found) -> Verified:
     """Verifies numerics, times the arms against each other, tries execution modes, and chooses."""
     contenders = _contenders(context, found)
-    context.progress.stage("verification", (len(contenders) - 1) * context.plan.verify_seeds)
-    checked = {name: _verified(context, name, policy, rank) for name, (policy, rank) in contenders.items()}
+    context.progress.stage("verification", len(contenders) - 1)
+    checked: list[Arm] = []
+    for name, (policy, rank) in contenders.items():
+        checked.append(_verified(context, name, policy, rank, checked))
+    checked += _fallbacks(context, found, contenders, checked)
     arms = _settled(context, _timed(context, checked))
     if context.compiles:
         arms += _compiled_arms(context, arms)
@@ -81,45 +82,92 @@ def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]
     return contenders
 
 
-def _verified(context: Context, name: str, policy: Policy, rank: int) -> tuple[Arm, Outcome]:
-    """An arm with its verdict and the outcome of its first seed."""
+def _fallbacks(context: Context, found: Found, contenders: dict[str, tuple[Policy, int]], arms: list[Arm]) -> list[Arm]:
+    """Further candidates, the fastest first, as long as one may be faster than all that passed: finalists may have failed together."""
+    made: list[Arm] = []
+    failed = {_precisions_of(arm.policy) for arm in arms if arm.rank >= RANK_BASELINE and not arm.eligible}
+    known = {policy.setup_hash() for policy, _ in contenders.values()}
+    for item in finalists(score(found.candidates, found.yardstick), len(found.candidates)):
+        policy = item.candidate.policy
+        limit = max((rate for arm in (*arms, *made) if (rate := _passed_rate(context, arm)) is not None), default=0.0)
+        if policy.setup_hash() in known or _precisions_of(policy) in failed or item.samples_per_s <= limit:
+            continue
+        if len(made) >= NUM_FINALISTS or context.study_time_is_over(EXTRA_SEEDS_SHARE):
+            break
+        name = f"trial {item.candidate.number}"
+        made.append(_verified(context, name, policy, RANK_TUNED, [*arms, *made]))
+        failed.add(_precisions_of(policy))
+    return made
+
+
+def _precisions_of(policy: Policy) -> tuple[object, ...]:
+    """What its layers run in: where these fail, they fail under other knobs too."""
+    return policy.default, *sorted(policy.precisions().items())
+
+
+def _passed_rate(context: Context, arm: Arm) -> float | None:
+    """Samples a second of an arm that passed."""
+    return context.look.effective_batch / median_s(arm) if arm.eligible else None
+
+
+def _verified(context: Context, name: str, policy: Policy, rank: int, done: Sequence[Arm]) -> Arm:
+    """An arm with its verdict.
+
+    What the first seeds leave open gets more of them, and what skipped steps is started at the loss scale it settles at; both only
+    for what may still become the policy: not where a faster arm of its kind is among those ``done`` and has passed.
+    """
     if rank == RANK_FP32:
         outcome: Outcome = context.evaluate(policy, context.verify_window(0, "reference"), role="reference")
-        return _arm(context, name, policy, rank, outcome, None), outcome
-    outcomes = []
-    for seed in range(context.plan.verify_seeds):
-        outcomes.append(context.evaluate(policy, context.verify_window(seed, f"verification of {name}"), role="verification"))
-        context.progress.advance()
-        if isinstance(outcomes[-1], Failure):
-            break
-    verdict = _judged(context, outcomes)
-    while _may_clear(context, rank, verdict) and len(outcomes) < MAX_SEEDS:
-        window = context.verify_window(len(outcomes), f"verification of {name}")
-        outcomes.append(context.evaluate(policy, window, role="verification"))
-        verdict = _judged(context, outcomes)
+        return _arm(context, name, policy, rank, outcome, None)
+    outcomes = trained_on_seeds(context, policy, f"verification of {name}")
+    context.progress.advance()
+    verdict = judged(context, outcomes)
+    if rank >= RANK_BASELINE and not _is_beaten(_arm(context, name, policy, rank, outcomes[-1], verdict), done):
+        if rank >= RANK_TUNED and not _has_passed(verdict):
+            policy, outcomes = _settled_in(context, name, policy, outcomes)
+        outcomes, verdict = _with_more_seeds(context, name, policy, outcomes)
     first = next((outcome for outcome in outcomes if isinstance(outcome, Failure)), outcomes[0])
     context.progress.found(f"{name}: {verdict.text if verdict else _why(first)}")
-    return _arm(context, name, policy, rank, first, verdict), outcomes[0]
+    return _arm(context, name, policy, rank, first, verdict)
 
 
-def _may_clear(context: Context, rank: int, verdict: Verdict | None) -> bool:
-    """Whether more seeds are worth their time: for what may become the policy, while the budget lasts."""
-    return _is_unclear(verdict) and rank >= RANK_BASELINE and not context.study_time_is_over(EXTRA_SEEDS_SHARE)
+def _settled_in(context: Context, name: str, policy: Policy, outcomes: list[Outcome]) -> tuple[Policy, list[Outcome]]:
+    """The policy started at the loss scale it settles at, with its outcomes, where it then ends nearer to FP32."""
+    settled, verdict = at_settled_scale(policy, outcomes), judged(context, outcomes)
+    if settled is None:
+        return policy, outcomes
+    again = trained_on_seeds(context, settled, f"verification of {name}")
+    better = judged(context, again)
+    if better is None or (verdict is not None and abs(verdict.loss_gap) < abs(better.loss_gap)):
+        return policy, outcomes
+    context.progress.found(f"{name}: started at the loss scale of {settled.loss_scale.init:g} that it settles at")
+    return settled, again
+
+
+def _is_beaten(arm: Arm, done: Sequence[Arm]) -> bool:
+    """Whether an arm of the same kind is faster and has passed."""
+    rivals = [other for other in done if other.eligible and kind_of(other.policy) == kind_of(arm.policy)]
+    return bool(arm.step_times_s) and any(median_s(other) < median_s(arm) for other in rivals)
+
+
+def _with_more_seeds(
+    context: Context, name: str, policy: Policy, outcomes: list[Outcome]
+) -> tuple[list[Outcome], Verdict | None]:
+    """Outcomes and verdict, with further seeds where the verdict is open, while the budget lasts."""
+    verdict = judged(context, outcomes)
+    while _is_unclear(verdict) and len(outcomes) < MAX_SEEDS and not context.study_time_is_over(EXTRA_SEEDS_SHARE):
+        window = context.verify_window(len(outcomes), f"verification of {name}")
+        outcomes = [*outcomes, context.evaluate(policy, window, role="verification")]
+        verdict = judged(context, outcomes)
+    return outcomes, verdict
 
 
 def _is_unclear(verdict: Verdict | None) -> bool:
     return verdict is not None and verdict.status == "inconclusive"
 
 
-def _judged(context: Context, outcomes: Iterable[Outcome]) -> Verdict | None:
-    """The verdict over the seeds; None where a window failed."""
-    gaps = []
-    for seed, outcome in enumerate(outcomes):
-        if isinstance(outcome, Failure):
-            return None
-        gaps.append(loss_gap(reference_curve(context, seed)[: len(outcome.losses)], outcome.losses))
-    noise = twin_noise(context, context.plan.verify_seeds)
-    return judge(gaps, noise, tolerance=context.settings.tolerance, noise_pairs=context.plan.verify_seeds)
+def _has_passed(verdict: Verdict | None) -> bool:
+    return verdict is not None and verdict.status == "passed"
 
 
 def _why(outcome: Outcome) -> str:
@@ -152,9 +200,8 @@ def _useful_share(measurement: Measurement) -> float:
     return max(0.0, 1.0 - measurement.late_skipped_steps / max(len(measurement.losses) - len(measurement.losses) // 2, 1))
 
 
-def _timed(context: Context, checked: Mapping[str, tuple[Arm, Outcome]]) -> list[Arm]:
+def _timed(context: Context, arms: list[Arm]) -> list[Arm]:
     """The arms with step times that can be compared: interleaved in one process where they are measured."""
-    arms = [arm for arm, _ in checked.values()]
     if context.target.timing == "predicted":
         return arms
     context.progress.stage("timing", 1)
@@ -272,7 +319,7 @@ def _verify_compiled(context: Context, arm: Arm) -> Arm:
         if isinstance(outcomes[-1], Failure):
             context.progress.found(f"{arm.name}: {_why(outcomes[-1])}")
             return arm.model_copy(update={"failure": _why(outcomes[-1]), "step_times_s": ()})
-        verdict = _judged(context, outcomes)
+        verdict = judged(context, outcomes)
     peaks = [outcome.peak_bytes for outcome in outcomes if isinstance(outcome, Measurement)]
     context.progress.found(f"{arm.name}: {verdict.text if verdict else ''}")
     return arm.model_copy(update={"verdict": verdict, "peak_bytes": max(peaks, default=arm.peak_bytes)})
