@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoprec.policy import Backend, LossScale, Policy, Precision, Reason
+from autoprec.policy import Backend, LossScale, Padding, Policy, Precision, Reason
 from autoprec.records import Candidate, Failure, Measurement, Outcome
 from autoprec.session.context import Context
 from autoprec.session.judging import at_settled_scale, does_harm, judged, trained_on_seeds
@@ -15,8 +15,9 @@ from autoprec.tune.space import SearchSpace, allowed_precisions
 from autoprec.tune.study_space import StudySpace
 from autoprec.tune.yardstick import Yardstick
 
-# A repair that needs more windows than this costs more than it gains; the front's safer points remain. Own choice.
-MAX_REPAIR_WINDOWS = 16
+# A repair that costs more than this many whole windows costs more than it gains; the front's safer points remain. Windows that fail at
+# once cost next to nothing, so more of them may run. Own choice.
+MAX_REPAIR_WINDOWS, MAX_REPAIR_EVALUATIONS = 16, 64
 
 
 def repairs(
@@ -55,6 +56,13 @@ def repairs(
 def _lies_in_layers(outcome: Outcome) -> bool:
     """Whether other precisions could cure it: memory, a hang and a crash are not numerics."""
     return not isinstance(outcome, Failure) or outcome.kind in ("diverged", "scale_collapsed", "unsupported")
+
+
+def _steps_run(outcome: Outcome) -> int:
+    """Steps that a window trained, those on the way to the layer that failed included."""
+    if isinstance(outcome, Measurement):
+        return len(outcome.losses)
+    return (1 + (outcome.layer is not None)) * ((outcome.step or 0) + 1)
 
 
 def _base_policy(space: StudySpace, candidates: Sequence[Candidate], dtype: Precision) -> Policy | None:
@@ -134,18 +142,21 @@ class Repair:
             failed: what came of the plan.
             strictly: hold every set against the verification windows: the trial window did not show the harm.
         """
-        profiles = {profile.layer: profile for profile in self.space.profile.layers}
-        precisions = self.plan.precisions
-        low = [name for name, precision in precisions.items() if precision != "fp32"]
-        culprit = failed.layer if isinstance(failed, Failure) else None
-        order = sorted(low, key=lambda name: (name != culprit, -harm_of(profiles.get(name), precisions[name])))
         soft: Precision | None = "bf16" if "bf16" in self.context.target.precisions and self.plan.default != "bf16" else None
+        steps: list[int] = []
+        most = MAX_REPAIR_WINDOWS * self.context.plan.trial_steps
+
+        def passes(lifted: Mapping[str, Precision]) -> bool:
+            steps.append(_steps_run(self.trained(lifted)[1]))
+            return self.passes(lifted, strictly=strictly)
+
         repair = smallest_repair(
-            order,
-            lambda lifted: self.passes(lifted, strictly=strictly),
+            self._suspects(failed),
+            passes,
             allowed=self.allowed,
             soft=soft,
-            max_evaluations=MAX_REPAIR_WINDOWS,
+            max_evaluations=MAX_REPAIR_EVALUATIONS,
+            is_spent=lambda: sum(steps) >= most,
         )
         if repair is None:
             return self._under_plain_knobs(failed, strictly=strictly)
@@ -157,9 +168,17 @@ class Repair:
         reasons = {name: self._reason(name, failed) for name in lifted}
         return policy.model_copy(update={"layers": self.policy(lifted, reasons).layers})
 
+    def _suspects(self, failed: Outcome) -> list[str]:
+        """The plan's low layers, the one that failed first, then by the harm the profile foretells."""
+        profiles = {profile.layer: profile for profile in self.space.profile.layers}
+        precisions = self.plan.precisions
+        culprit = failed.layer if isinstance(failed, Failure) else None
+        low = [name for name, precision in precisions.items() if precision != "fp32"]
+        return sorted(low, key=lambda name: (name != culprit, -harm_of(profiles.get(name), precisions[name])))
+
     def _under_plain_knobs(self, failed: Outcome, *, strictly: bool) -> Policy | None:
         """Once more with torch's own flags and float32 weights: where lifting everything does not help, the fault lies there."""
-        plain = self.base.model_copy(update={"backend": Backend(), "weights": "fp32", "padding": type(self.base.padding)()})
+        plain = self.base.model_copy(update={"backend": Backend(), "weights": "fp32", "padding": Padding()})
         if plain.setup_hash() == self.base.setup_hash():
             self.context.progress.found("repair: lifting every layer of the fastest plan does not cure it")
             return None
