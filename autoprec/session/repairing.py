@@ -136,7 +136,7 @@ class Repair:
         return not self.harms(policy) if strictly or self.yardstick.gap(outcome) > clear else True
 
     def mended(self, failed: Outcome, *, strictly: bool) -> Policy | None:
-        """The policy with the smallest set found lifted and its reasons; None where lifting every layer does not cure it.
+        """The policy with the smallest set found lifted and its reasons; None where nothing less than plain FP32 cures it.
 
         Args:
             failed: what came of the plan.
@@ -150,15 +150,16 @@ class Repair:
             steps.append(_steps_run(self.trained(lifted)[1]))
             return self.passes(lifted, strictly=strictly)
 
+        suspects = self._suspects(failed)
         repair = smallest_repair(
-            self._suspects(failed),
+            suspects,
             passes,
             allowed=self.allowed,
             soft=soft,
             max_evaluations=MAX_REPAIR_EVALUATIONS,
             is_spent=lambda: sum(steps) >= most,
         )
-        if repair is None:
+        if repair is None or list(repair[0].values()) == ["fp32"] * len(suspects):
             return self._under_plain_knobs(failed, strictly=strictly)
         lifted, lift = repair
         policy, _ = self.trained(lifted)
@@ -177,12 +178,12 @@ class Repair:
         return sorted(low, key=lambda name: (name != culprit, -harm_of(profiles.get(name), precisions[name])))
 
     def _under_plain_knobs(self, failed: Outcome, *, strictly: bool) -> Policy | None:
-        """Once more with torch's own flags and float32 weights: where lifting everything does not help, the fault lies there."""
+        """Once more with torch's own flags and float32 weights: where no set of layers is at fault, they may be."""
         plain = self.base.model_copy(update={"backend": Backend(), "weights": "fp32", "padding": Padding()})
         if plain.setup_hash() == self.base.setup_hash():
-            self.context.progress.found("repair: lifting every layer of the fastest plan does not cure it")
+            self.context.progress.found("repair: nothing less than every layer of the fastest plan in FP32 would cure it")
             return None
-        self.context.progress.found("repair: lifting every layer does not cure it, so its flags are taken back")
+        self.context.progress.found("repair: nothing less than every layer in FP32 would cure it, so its flags are taken back")
         again = Repair(self.context, self.space, self.yardstick, plain, self.plan, self.allowed)
         policy, outcome = again.trained({})
         if self.yardstick.feasible(outcome) and not again.harms(policy):
