@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autoprec.policy import Execution, Policy
-from autoprec.records import Failure, Measurement, Outcome, Verdict, Window
+from autoprec.records import Candidate, Failure, Measurement, Outcome, Verdict, Window
 from autoprec.session.context import Context
 from autoprec.session.judging import at_settled_scale, judged, trained_on_seeds
 from autoprec.session.search import Found
@@ -73,36 +73,43 @@ def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]
         if policy.setup_hash() in known or sum(rank >= RANK_BASELINE for _, rank in contenders.values()) >= NUM_FINALISTS:
             continue
         known.add(policy.setup_hash())
-        is_baseline = item.candidate.role in found.baselines
-        trial = f"trial {item.candidate.number}"
-        name = role_words(item.candidate.role) if is_baseline else trial
-        if item.candidate.role.startswith(("repaired", "fastest")):
-            name = f"{role_words(item.candidate.role)} ({trial})"
-        contenders[name] = (policy, RANK_BASELINE if is_baseline else RANK_TUNED)
+        name, rank = _entry(found, item.candidate)
+        contenders[name] = (policy, rank)
     return contenders
+
+
+def _entry(found: Found, candidate: Candidate) -> tuple[str, int]:
+    """A candidate's name in the comparison, and how far it is from plain FP32."""
+    trial = f"trial {candidate.number}"
+    if candidate.role in found.baselines:
+        return role_words(candidate.role), RANK_BASELINE
+    if candidate.role.startswith(("repaired", "fastest")):
+        return f"{role_words(candidate.role)} ({trial})", RANK_TUNED
+    return trial, RANK_TUNED
 
 
 def _fallbacks(context: Context, found: Found, contenders: dict[str, tuple[Policy, int]], arms: list[Arm]) -> list[Arm]:
     """Further candidates, the fastest first, as long as one may be faster than all that passed: finalists may have failed together."""
     made: list[Arm] = []
-    failed = {_precisions_of(arm.policy) for arm in arms if arm.rank >= RANK_BASELINE and not arm.eligible}
+    failed = {_numerics_of(arm.policy) for arm in arms if arm.rank >= RANK_BASELINE and not arm.eligible}
     known = {policy.setup_hash() for policy, _ in contenders.values()}
     for item in finalists(score(found.candidates, found.yardstick), len(found.candidates)):
         policy = item.candidate.policy
         limit = max((rate for arm in (*arms, *made) if (rate := _passed_rate(context, arm)) is not None), default=0.0)
-        if policy.setup_hash() in known or _precisions_of(policy) in failed or item.samples_per_s <= limit:
+        if policy.setup_hash() in known or _numerics_of(policy) in failed or item.samples_per_s <= limit:
             continue
         if len(made) >= NUM_FINALISTS or context.study_time_is_over(EXTRA_SEEDS_SHARE):
             break
-        name = f"trial {item.candidate.number}"
-        made.append(_verified(context, name, policy, RANK_TUNED, [*arms, *made]))
-        failed.add(_precisions_of(policy))
+        name, rank = _entry(found, item.candidate)
+        made.append(_verified(context, name, policy, rank, [*arms, *made]))
+        failed.add(_numerics_of(policy))
     return made
 
 
-def _precisions_of(policy: Policy) -> tuple[object, ...]:
-    """What its layers run in: where these fail, they fail under other knobs too."""
-    return policy.default, *sorted(policy.precisions().items())
+def _numerics_of(policy: Policy) -> tuple[object, ...]:
+    """What decides how it rounds: where these fail, they fail under other knobs too."""
+    backend = policy.backend
+    return policy.default, policy.weights, backend.tf32, backend.fp16_accumulation, *sorted(policy.precisions().items())
 
 
 def _passed_rate(context: Context, arm: Arm) -> float | None:
