@@ -44,12 +44,7 @@ class Verified:
 
 def run_verification(context: Context, found: Found) -> Verified:
     """Verifies numerics, times the arms against each other, tries execution modes, and chooses."""
-    contenders = _contenders(context, found)
-    context.progress.stage("verification", len(contenders) - 1)
-    checked: list[Arm] = []
-    for name, (policy, rank) in contenders.items():
-        checked.append(_verified(context, name, policy, rank, checked))
-    checked += _fallbacks(context, found, contenders, checked)
+    checked = _checked(context, found)
     arms = _settled(context, _timed(context, checked))
     if context.compiles:
         arms += _compiled_arms(context, arms)
@@ -61,21 +56,44 @@ def run_verification(context: Context, found: Found) -> Verified:
 
 
 RANK_FP32, RANK_TF32, RANK_STOCK, RANK_BASELINE, RANK_TUNED, RANK_COMPILED = range(6)
+STOCK_RANKS = {"fp32": RANK_FP32, "fp32_tf32": RANK_TF32, "amp_fp16": RANK_STOCK, "amp_bf16": RANK_STOCK}
 
 
-def _contenders(context: Context, found: Found) -> dict[str, tuple[Policy, int]]:
-    """Policies to compare, with how far each is from plain FP32."""
-    ranks = {"fp32": RANK_FP32, "fp32_tf32": RANK_TF32, "amp_fp16": RANK_STOCK, "amp_bf16": RANK_STOCK}
-    contenders = {BASELINE_NAMES[role]: (found.baselines[role], rank) for role, rank in ranks.items() if role in found.baselines}
-    known = {policy.setup_hash() for policy, _ in contenders.values()}
-    for item in finalists(score(found.candidates, found.yardstick), NUM_FINALISTS + len(contenders)):
+def _checked(context: Context, found: Found) -> list[Arm]:
+    """The baselines, then as many finalists, then slower candidates as long as one may be faster than all that passed.
+
+    What rounds as one that failed is left out, so its place goes to a candidate that may pass; finalists may also fail together.
+    """
+    stock = [(role, rank) for role, rank in STOCK_RANKS.items() if role in found.baselines]
+    context.progress.stage("verification", len(stock) - 1 + NUM_FINALISTS)
+    arms: list[Arm] = []
+    for role, rank in stock:
+        arms.append(_verified(context, BASELINE_NAMES[role], found.baselines[role], rank, arms))
+    known = {found.baselines[role].setup_hash() for role, _ in stock}
+    failed: set[tuple[object, ...]] = set()
+    tried = 0
+    for item in finalists(score(found.candidates, found.yardstick), len(found.candidates)):
         policy = item.candidate.policy
-        if policy.setup_hash() in known or sum(rank >= RANK_BASELINE for _, rank in contenders.values()) >= NUM_FINALISTS:
+        if policy.setup_hash() in known or _numerics_of(policy) in failed:
             continue
-        known.add(policy.setup_hash())
+        if tried >= NUM_FINALISTS and (item.samples_per_s <= _best_rate(context, arms) or _is_enough(context, tried)):
+            continue
         name, rank = _entry(found, item.candidate)
-        contenders[name] = (policy, rank)
-    return contenders
+        arms.append(_verified(context, name, policy, rank, arms))
+        known.add(policy.setup_hash())
+        failed |= set() if arms[-1].eligible else {_numerics_of(policy)}
+        tried += 1
+    return arms
+
+
+def _is_enough(context: Context, tried: int) -> bool:
+    """Whether no further candidate is to be tried: as many as there are finalists have followed them, or the time is needed."""
+    return tried >= 2 * NUM_FINALISTS or context.study_time_is_over(EXTRA_SEEDS_SHARE)
+
+
+def _best_rate(context: Context, arms: Sequence[Arm]) -> float:
+    """Samples a second of the fastest arm that passed."""
+    return max((context.look.effective_batch / median_s(arm) for arm in arms if arm.eligible), default=0.0)
 
 
 def _entry(found: Found, candidate: Candidate) -> tuple[str, int]:
@@ -88,33 +106,10 @@ def _entry(found: Found, candidate: Candidate) -> tuple[str, int]:
     return trial, RANK_TUNED
 
 
-def _fallbacks(context: Context, found: Found, contenders: dict[str, tuple[Policy, int]], arms: list[Arm]) -> list[Arm]:
-    """Further candidates, the fastest first, as long as one may be faster than all that passed: finalists may have failed together."""
-    made: list[Arm] = []
-    failed = {_numerics_of(arm.policy) for arm in arms if arm.rank >= RANK_BASELINE and not arm.eligible}
-    known = {policy.setup_hash() for policy, _ in contenders.values()}
-    for item in finalists(score(found.candidates, found.yardstick), len(found.candidates)):
-        policy = item.candidate.policy
-        limit = max((rate for arm in (*arms, *made) if (rate := _passed_rate(context, arm)) is not None), default=0.0)
-        if policy.setup_hash() in known or _numerics_of(policy) in failed or item.samples_per_s <= limit:
-            continue
-        if len(made) >= NUM_FINALISTS or context.study_time_is_over(EXTRA_SEEDS_SHARE):
-            break
-        name, rank = _entry(found, item.candidate)
-        made.append(_verified(context, name, policy, rank, [*arms, *made]))
-        failed.add(_numerics_of(policy))
-    return made
-
-
 def _numerics_of(policy: Policy) -> tuple[object, ...]:
     """What decides how it rounds: where these fail, they fail under other knobs too."""
     backend = policy.backend
     return policy.default, policy.weights, backend.tf32, backend.fp16_accumulation, *sorted(policy.precisions().items())
-
-
-def _passed_rate(context: Context, arm: Arm) -> float | None:
-    """Samples a second of an arm that passed."""
-    return context.look.effective_batch / median_s(arm) if arm.eligible else None
 
 
 def _verified(context: Context, name: str, policy: Policy, rank: int, done: Sequence[Arm]) -> Arm:

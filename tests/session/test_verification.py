@@ -19,7 +19,13 @@ REJECTED, NOISE = (0.1, 0.1, 0.1), (0.05, -0.05, 0.01, 0.02, -0.02, 0.0)
 class Contest:
     """fp16 plans, the fastest first, each with its gaps by seed on the verification windows; all train in their trials."""
 
-    def __init__(self, gaps: Sequence[Sequence[float]], behave: Callable[..., Measurement] | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        gaps: Sequence[Sequence[float]],
+        behave: Callable[..., Measurement] | None = None,
+        again: int | None = None,
+        **options: Any,
+    ) -> None:
         self._gaps, self._behave = gaps, behave
         self.context, space = scripted(self._script, **options)
         params = space.starts()[0] | {"tf32": False, "channels_last": False, "padding": 0}
@@ -33,6 +39,9 @@ class Contest:
         assert len(self.policies) == len(gaps)
         window, fp32 = self.context.trial_window(), self.context.plain_fp32()
         trials = [("fp32", fp32), *(("search", policy) for policy in self.policies)]
+        if again is not None:  # one more trial of a plan, under a knob that no window shows
+            scale = self.policies[again].loss_scale.model_copy(update={"growth_interval": 1234})
+            trials.append(("search", self.policies[again].model_copy(update={"loss_scale": scale})))
         candidates = [
             Candidate(number=n, role=role, policy=policy, window=window, outcome=self._paced(policy, trained(window)), trial=n)
             for n, (role, policy) in enumerate(trials)
@@ -123,3 +132,11 @@ def test_a_lower_scale_that_trains_worse_is_not_taken() -> None:
     assert contest.winner is None
     tuned = [arm for arm in contest.verified.arms if not is_fp32(arm.policy)]
     assert [arm.policy.loss_scale.init > 512 for arm in tuned] == [True]
+
+
+def test_a_finalist_that_rounds_as_one_that_failed_leaves_its_place_to_another() -> None:
+    contest = Contest([REJECTED, (0.0,) * 6, (0.0,) * 6], again=0)
+    assert contest.winner == 1
+    assert contest.seeds(0) == SEEDS, "the same plan with another growth interval would fail too"
+    tuned = [arm for arm in contest.verified.arms if not is_fp32(arm.policy)]
+    assert len(tuned) == NUM_FINALISTS
