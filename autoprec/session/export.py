@@ -11,12 +11,13 @@ from pathlib import Path
 from autoprec import __version__
 from autoprec.policy import Evidence, Figures, Policy
 from autoprec.records import Candidate, Environment, Measurement, Verdict
+from autoprec.session.arms import RANK_BASELINE, RANK_STOCK, RANK_TF32
 from autoprec.session.budget import duration
 from autoprec.session.context import Context
 from autoprec.session.logbook import Logbook
 from autoprec.session.reference import ROUNDING
 from autoprec.session.search import Found, Tried
-from autoprec.session.verification import RANK_BASELINE, RANK_STOCK, RANK_TF32, Verified
+from autoprec.session.verification import Verified
 from autoprec.tune.charts import Curve
 from autoprec.tune.choice import Arm, median_s
 from autoprec.tune.divergence import loss_gap, noise_floor

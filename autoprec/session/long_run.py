@@ -21,6 +21,7 @@ from autoprec.bench.target import Target, resolve_target_of
 from autoprec.errors import PolicyMismatch, RunFolderError
 from autoprec.policy import Policy
 from autoprec.records import Look, Measurement, Verdict, VerdictStatus
+from autoprec.session.arms import COMPILE_TIMEOUT_S
 from autoprec.session.budget import LEAST_TIMEOUT_S
 from autoprec.session.context import Context, Measuring
 from autoprec.session.logbook import Logbook
@@ -29,7 +30,6 @@ from autoprec.session.long_run_settings import DEFAULT_SEEDS, Given, VerifySetti
 from autoprec.session.opening import PROBES, Interrupted, first_look, fp32_that_fits, opened_bench, probed, workload_name
 from autoprec.session.progress import Progress, Silent
 from autoprec.session.settings import Plan, Settings
-from autoprec.session.verification import COMPILE_TIMEOUT_S
 from autoprec.tune import quantities
 from autoprec.tune.describe import EXECUTION_WORDS, fingerprint_warnings
 from autoprec.tune.folder_lock import FolderLock

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from autoprec.policy import Policy
 from autoprec.records import UNDECIDED_FAILURES, Failure, Measurement, Outcome, Window
+from autoprec.session.arms import BASELINE_NAMES, COMPILE_TIMEOUT_S, useful_share
 from autoprec.session.context import Context
 from autoprec.session.reference import ROUNDING, fp32_error
-from autoprec.session.verification import BASELINE_NAMES, COMPILE_TIMEOUT_S, useful_share
 from autoprec.tune.baselines import STOCK_AMP, baseline_policies
 from autoprec.tune.long_run import Role, Run, Timed, Trained, noise_of, run_of, verdict_of
 from autoprec.tune.rows import failure_words

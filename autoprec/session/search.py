@@ -6,23 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoprec.errors import WorkerError
-from autoprec.policy import Fingerprint, LossScale, Policy, Precision, Reason, Weights
-from autoprec.records import Candidate, Failure, Measurement, Outcome, Profile, Window
-from autoprec.session.budget import FEWEST_REPAIR_WINDOWS, FEWEST_TRIALS, MOST_FOR_PROFILE, REPORT_S, duration, profile_s
+from autoprec.policy import Fingerprint, Policy, Weights
+from autoprec.records import Candidate, Measurement, Outcome, Profile, Window
+from autoprec.session.budget import FEWEST_TRIALS, MOST_FOR_PROFILE, REPORT_S, duration, profile_s
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
+from autoprec.session.repairing import repairs
 from autoprec.session.rescoring import rescored
-from autoprec.tune.assignment import Assignment, assess, exceptions_of, harm_of
 from autoprec.tune.baselines import STOCK_AMP, baseline_policies, pure_policies
-from autoprec.tune.repair import smallest_repair
 from autoprec.tune.rows import role_words
 from autoprec.tune.space import SearchSpace, allowed_precisions
 from autoprec.tune.study import run_study
 from autoprec.tune.study_space import StudySpace, fingerprint_of
 from autoprec.tune.yardstick import Yardstick
 
-# A repair that needs more windows than this costs more than it gains; the front's safer points remain. Own choice.
-MAX_REPAIR_WINDOWS = 16
 # One seed says little, so a trial may depart this many times as far as a verified policy. Own choice; verification decides.
 TRIAL_SLACK = 3.0
 
@@ -82,7 +79,8 @@ def run_search(context: Context, search_space: SearchSpace) -> Tried:
     candidates = _study(context, space, yardstick, baselines)
     found = Found(tuple(candidates), baselines, yardstick, profile, space)
     # Repairs need the time that unfinished baselines did not find either.
-    repaired = _repairs(context, found, search_space) if all(found.outcome(role) for role in baselines) else {}
+    finished = all(found.outcome(role) for role in baselines)
+    repaired = repairs(context, space, yardstick, candidates, search_space) if finished else {}
     if repaired:
         candidates = _study(context, space, yardstick, {**baselines, **repaired}, trials=0)
     return Found(tuple(candidates), baselines, yardstick, profile, space)
@@ -292,104 +290,3 @@ def _best_text(candidates: Sequence[Candidate], yardstick: Yardstick) -> str:
 
 def _speed(outcome: Outcome) -> float:
     return outcome.samples_per_s if isinstance(outcome, Measurement) else 0.0
-
-
-def _repairs(context: Context, found: Found, search_space: SearchSpace) -> dict[str, Policy]:
-    """Of every compute type the fastest plan by role: as it is where it trains and no trial was it, repaired where it diverges."""
-    tried = {candidate.policy.setup_hash() for candidate in found.candidates}
-    allowed, _ = allowed_precisions(search_space, context.look, context.target.precisions)
-    repaired: dict[str, Policy] = {}
-    for dtype in found.space.plans:
-        base = _base_policy(found, dtype)
-        if dtype == "fp32" or base is None:
-            continue
-        plan = found.space.fastest(dtype)
-        policy = _with_plan(base, plan, found)
-        keep_s = context.least_after_s() + context.kept_for_execution_s(context.least_after_s())
-        if not context.may_start(context.window_s(policy, context.trial_window()), keep_s):
-            context.leave_out(f"a look at the fastest {dtype} plan")
-            continue
-        outcome = context.evaluate(policy, context.trial_window("repair"), role="repair")
-        if found.yardstick.feasible(outcome):
-            # A short study may not have come to it.
-            repaired |= {} if policy.setup_hash() in tried else {f"fastest_{dtype}": policy}
-            continue
-        if not _lies_in_layers(outcome):
-            continue
-        if not context.may_start(FEWEST_REPAIR_WINDOWS * context.low_s(context.plan.trial_steps), keep_s):
-            context.leave_out(f"repair of {dtype}")
-            continue
-        context.progress.stage(f"repair of {dtype}", MAX_REPAIR_WINDOWS)
-        mended = _repair(context, found, policy, plan, outcome, allowed)
-        if mended is not None:
-            repaired[f"repaired_{dtype}"] = mended
-    return repaired
-
-
-def _lies_in_layers(outcome: Outcome) -> bool:
-    """Whether other precisions could cure it: memory, a hang and a crash are not numerics."""
-    return not isinstance(outcome, Failure) or outcome.kind in ("diverged", "scale_collapsed", "unsupported")
-
-
-def _base_policy(found: Found, dtype: Precision) -> Policy | None:
-    """The outer knobs to repair under: those of the fastest trial of the compute type, with a loss scale of the space."""
-    of_dtype = [c for c in found.candidates if dtype in (c.policy.default, *c.policy.precisions().values())]
-    if not of_dtype:
-        return None
-    policy = max(of_dtype, key=lambda c: _speed(c.outcome)).policy
-    scales = found.space.params().get("init_scale", ())
-    if not policy.needs_loss_scale or policy.loss_scale.init in scales or not scales:
-        return policy
-    return policy.model_copy(update={"loss_scale": LossScale(init=scales[len(scales) // 2])})
-
-
-def _with_plan(base: Policy, plan: Assignment, found: Found, reasons: Mapping[str, Reason] | None = None) -> Policy:
-    settings = exceptions_of(
-        plan.precisions, plan.default, profile=found.profile, look=found.space.look, pinned=found.space.pinned
-    )
-    for name, reason in (reasons or {}).items():
-        if name in settings:
-            settings[name] = settings[name].model_copy(update={"reason": reason})
-    return base.model_copy(update={"default": plan.default, "layers": settings})
-
-
-def _repair(
-    context: Context,
-    found: Found,
-    policy: Policy,
-    plan: Assignment,
-    failed: Outcome,
-    allowed: Mapping[str, Sequence[Precision]],
-) -> Policy | None:
-    profiles = {profile.layer: profile for profile in found.profile.layers}
-    low = [name for name, precision in plan.precisions.items() if precision != "fp32"]
-    culprit = failed.layer if isinstance(failed, Failure) else None
-    order = sorted(low, key=lambda name: (name != culprit, -harm_of(profiles.get(name), plan.precisions[name])))
-
-    def lifted(precisions: Mapping[str, Precision]) -> Assignment:
-        merged = {**plan.precisions, **precisions}
-        return assess(merged, merged.get("", plan.default), context.look, found.profile)
-
-    def passes(precisions: Mapping[str, Precision]) -> bool:
-        candidate, window = _with_plan(policy, lifted(precisions), found), context.trial_window("repair")
-        if not context.may_start(context.window_s(candidate, window), context.least_after_s()):
-            return False  # not shown to pass: what passed so far stays
-        outcome = context.evaluate(candidate, window, role="repair")
-        context.progress.advance()
-        return found.yardstick.feasible(outcome)
-
-    soft: Precision | None = "bf16" if "bf16" in context.target.precisions and plan.default != "bf16" else None
-    repair = smallest_repair(order, passes, allowed=allowed, soft=soft, max_evaluations=MAX_REPAIR_WINDOWS)
-    if repair is None:
-        context.progress.found("repair: lifting every layer of the fastest plan does not cure it")
-        return None
-    precisions, lift = repair
-    what = f"{failed.kind}: {failed.message}" if isinstance(failed, Failure) else f"loss gap {found.yardstick.gap(failed):+.1%}"
-    context.progress.found(f"repair: lifted {', '.join(precisions)} after {lift.evaluations} windows")
-    reasons = {
-        name: Reason(
-            kind="divergence", text=f"in {plan.precisions[name]} the training window failed ({what}); lifted it tracks FP32"
-        )
-        for name in precisions
-    }
-    return _with_plan(policy, lifted(precisions), found, reasons)

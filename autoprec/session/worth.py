@@ -12,22 +12,20 @@ from collections.abc import Iterable, Mapping
 
 from autoprec.policy import Policy
 from autoprec.records import Candidate, Ceiling, Outcome, Record, Window
-from autoprec.session.context import Context
-from autoprec.session.reference import run_reference
-from autoprec.session.search import Tried, baselines_of, pure_of, yardstick_of
-from autoprec.session.verification import (
+from autoprec.session.arms import (
     COMPILE_TIMEOUT_S,
     EXECUTION_NAMES,
     RANK_BASELINE,
     RANK_COMPILED,
     RANK_FP32,
-    RANK_STOCK,
-    RANK_TF32,
     RANK_TUNED,
-    Verified,
+    STOCK_RANKS,
     arm_of,
-    run_verification,
 )
+from autoprec.session.context import Context
+from autoprec.session.reference import run_reference
+from autoprec.session.search import Tried, baselines_of, pure_of, yardstick_of
+from autoprec.session.verification import Verified, run_verification
 from autoprec.tune.ceiling import measured_ceiling
 from autoprec.tune.choice import LEAST_PREDICTED_GAIN, Arm, clearly_not_faster, faster_beyond_noise, median_s
 from autoprec.tune.front import kind_of
@@ -40,7 +38,6 @@ from autoprec.tune.yardstick import Yardstick
 DOUBTFUL = 1.25
 # A prediction needs no training: these steps only show that the set-up runs.
 LOOK_STEPS = 3
-_RANKS = {"fp32": RANK_FP32, "fp32_tf32": RANK_TF32, "amp_fp16": RANK_STOCK, "amp_bf16": RANK_STOCK}
 
 
 class Worth(Record):
@@ -135,7 +132,7 @@ def _timed(context: Context, policies: Mapping[str, Policy], times: int = 1) -> 
 
 def _arm(context: Context, role: str, policy: Policy, outcome: Outcome) -> Arm:
     usual = RANK_TUNED if role.startswith("pure") else RANK_BASELINE
-    return arm_of(context, role_words(role), policy, _RANKS.get(role, usual), outcome, None)
+    return arm_of(context, role_words(role), policy, STOCK_RANKS.get(role, usual), outcome, None)
 
 
 def _doubt(arms: Iterable[Arm]) -> str:

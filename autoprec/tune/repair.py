@@ -36,12 +36,13 @@ class _Budget(Exception):
 
 
 class _Memo:
-    """Calls ``passes`` once a set, at most ``most`` times."""
+    """Calls ``passes`` once a set, at most ``most`` times and not after ``is_spent`` has said so."""
 
-    def __init__(self, passes: Passes, most: int) -> None:
+    def __init__(self, passes: Passes, most: int, is_spent: Callable[[], bool]) -> None:
         self._passes = passes
         self._known: dict[frozenset[str], bool] = {}
         self._most = most
+        self._is_spent = is_spent
 
     @property
     def evaluations(self) -> int:
@@ -49,7 +50,7 @@ class _Memo:
 
     @property
     def left(self) -> int:
-        return self._most - len(self._known)
+        return 0 if self._is_spent() else self._most - len(self._known)
 
     def __call__(self, lifted: frozenset[str]) -> bool:
         if lifted not in self._known:
@@ -59,7 +60,9 @@ class _Memo:
         return self._known[lifted]
 
 
-def smallest_lift(items: Sequence[str], passes: Passes, *, max_evaluations: int = 64) -> Lift | None:
+def smallest_lift(
+    items: Sequence[str], passes: Passes, *, max_evaluations: int = 64, is_spent: Callable[[], bool] = lambda: False
+) -> Lift | None:
     """Finds a smallest set of layers whose lifting makes ``passes`` true.
 
     Deterministic. Where lifting more never hurts, no layer of the result can be left out.
@@ -69,12 +72,13 @@ def smallest_lift(items: Sequence[str], passes: Passes, *, max_evaluations: int 
         passes: whether the policy trains like FP32 with these layers lifted; it is not asked twice about one set, and not about
             the empty set first: the caller has seen that fail.
         max_evaluations: most calls of ``passes``.
+        is_spent: whether what the calls may cost together is used up; they need not all cost the same.
 
     Returns:
         The set found, or None where even lifting everything does not pass.
     """
     order = list(dict.fromkeys(items))
-    memo = _Memo(passes, max_evaluations)
+    memo = _Memo(passes, max_evaluations, is_spent)
     kept = _passing_prefix(order, memo)
     if kept is None:
         return None
@@ -128,6 +132,7 @@ def smallest_repair(
     allowed: Mapping[str, Sequence[Precision]] | None = None,
     soft: Precision | None = "bf16",
     max_evaluations: int = 64,
+    is_spent: Callable[[], bool] = lambda: False,
 ) -> tuple[dict[str, Precision], Lift] | None:
     """Finds the layers to lift to fp32, then takes back to bf16 those it cures as well.
 
@@ -137,11 +142,17 @@ def smallest_repair(
         allowed: precisions by layer; a layer without bf16 goes to fp32. None allows all.
         soft: the precision tried after fp32 has been shown to cure; None keeps fp32.
         max_evaluations: most calls of ``passes`` for both parts together.
+        is_spent: whether what the calls may cost together is used up.
 
     Returns:
         Precision of every lifted layer and the lift, or None where fp32 everywhere among ``items`` does not pass.
     """
-    found = smallest_lift(items, lambda lifted: passes(dict.fromkeys(sorted(lifted), "fp32")), max_evaluations=max_evaluations)
+    found = smallest_lift(
+        items,
+        lambda lifted: passes(dict.fromkeys(sorted(lifted), "fp32")),
+        max_evaluations=max_evaluations,
+        is_spent=is_spent,
+    )
     if found is None:
         return None
     precisions: dict[str, Precision] = dict.fromkeys(found.lifted, "fp32")
@@ -153,7 +164,7 @@ def smallest_repair(
     def passes_hard(hard: frozenset[str]) -> bool:
         return passes(precisions | {name: chosen for name in softer if name not in hard})
 
-    memo = _Memo(passes_hard, max_evaluations - found.evaluations)
+    memo = _Memo(passes_hard, max_evaluations - found.evaluations, is_spent)
     try:
         hard = _lowered(frozenset(softer), softer, memo)
     except _Interrupted as stopped:

@@ -102,3 +102,18 @@ def test_both_parts_of_a_repair_share_the_bound_and_the_result_passes(most: int)
     found = smallest_repair(LAYERS, counted, max_evaluations=most)
     assert len(calls) <= most
     assert found is not None and passes(found[0]) and found[1].evaluations == len(calls)
+
+
+def test_what_the_calls_cost_together_bounds_them_too_and_what_is_returned_still_passes() -> None:
+    guilty = {"layer03", "layer20", "layer41"}
+    costs: list[int] = []
+
+    def passes(lifted: frozenset[str]) -> bool:
+        costs.append(5 if guilty <= lifted else 1)
+        return guilty <= lifted
+
+    lift = smallest_lift(LAYERS, passes, is_spent=lambda: sum(costs) >= 20)
+    assert lift is not None and guilty <= set(lift.lifted) and not lift.minimal
+    assert 20 <= sum(costs) < 20 + 5
+    cheap = smallest_lift(LAYERS, _cured_by(guilty), is_spent=lambda: False)
+    assert cheap is not None and set(cheap.lifted) == guilty
