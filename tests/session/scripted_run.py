@@ -5,19 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-
-from autoprec.policy import Backend, Batch, Policy, Precision
-from autoprec.records import Measurement, Outcome, Window, evaluation_key
-from autoprec.session.settings import Settings
-from autoprec.tune.study_space import StudySpace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tune"))
 from decision_fakes import bound, measured, small_model
+from timed_bench import Listener
+
+from autoprec.bench.target import Target
+from autoprec.policy import Backend, Policy, Precision
+from autoprec.records import Candidate, Measurement, Outcome, Window, evaluation_key
+from autoprec.session.budget import Costs
+from autoprec.session.context import Context
+from autoprec.session.settings import Plan, Settings
+from autoprec.tune.study_space import StudySpace
 
 FP16_ONLY: tuple[Precision, ...] = ("fp32", "fp16", "fp16_pure")
-TRIAL_STEPS, VERIFY_STEPS, SEEDS = 20, 40, 3
+TRIAL_STEPS, VERIFY_STEPS, SEEDS, STEP_S = 20, 40, 3, 1.0
 Script = Callable[[Policy, Window], Outcome]
 
 
@@ -36,46 +39,82 @@ def is_fp32(policy: Policy) -> bool:
     return {policy.default, *policy.precisions().values()} == {"fp32"}
 
 
-class ScriptedContext:
-    """As much of a run's context as the stages after the study use."""
+class ScriptedBench:
+    """Windows answer by a script. One in low precision takes a second a step; FP32's are taken to have run before.
 
-    def __init__(self, script: Script, space: StudySpace, *, is_over: bool = False) -> None:
-        self._script, self._is_over = script, is_over
-        self._known: dict[str, Outcome] = {}
+    Attributes:
+        asked: every window that ran, in order.
+        now_s: the time.
+    """
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
         self.asked: list[tuple[Policy, Window]] = []
-        self.said: list[str] = []
-        self.look = space.look
-        self.compiles = False
-        self.settings = Settings("scripted", execution="eager", tolerance=0.01)
-        self.plan = SimpleNamespace(verify_seeds=SEEDS, trial_steps=TRIAL_STEPS)
-        self.target = SimpleNamespace(precisions=FP16_ONLY, timing="predicted")
-        self.progress = SimpleNamespace(stage=lambda *_: None, advance=lambda *_: None, found=self.said.append)
-        self._fingerprint = space.fingerprint
+        self.now_s = 0.0
 
-    def plain_fp32(self) -> Policy:
-        return Policy(default="fp32", batch=Batch(effective=64, micro=64), fingerprint=self._fingerprint)
-
-    def trial_window(self, purpose: str = "trial") -> Window:
-        return Window(steps=TRIAL_STEPS, purpose=purpose)
-
-    def verify_window(self, seed: int, purpose: str, *, perturbation: float = 0.0) -> Window:
-        return Window(steps=VERIFY_STEPS, seed=seed, purpose=purpose, perturbation=perturbation)
-
-    def study_time_is_over(self, _share: float | None = None) -> bool:
-        return self._is_over
-
-    def evaluate(self, policy: Policy, window: Window, role: str) -> Outcome:
-        key = evaluation_key(policy, window)
-        if key not in self._known:
-            self.asked.append((policy, window))
-            self._known[key] = (
-                trained(window) if is_fp32(policy) and policy.backend == Backend() else self._script(policy, window)
-            )
-        return self._known[key]
+    def window(self, policy: Policy, window: Window) -> Outcome:
+        self.asked.append((policy, window))
+        if is_fp32(policy) and policy.backend == Backend():
+            return trained(window)
+        self.now_s += window.steps * STEP_S
+        return self._script(policy, window)
 
 
-def scripted(script: Script, **options: Any) -> tuple[Any, StudySpace]:
+class MemoryFolder:
+    """What a stage asks of a run's folder, without files."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Outcome] = {}
+        self.candidates: list[Candidate] = []
+
+    def lookup(self, policy: Policy, window: Window) -> Outcome | None:
+        return self._known.get(evaluation_key(policy, window))
+
+    def record(self, role: str, policy: Policy, window: Window, outcome: Outcome, trial: int | None = None) -> Candidate:
+        number = len(self.candidates)
+        self.candidates.append(
+            Candidate(number=number, role=role, policy=policy, window=window, outcome=outcome, trial=trial)
+        )
+        self._known.setdefault(evaluation_key(policy, window), outcome)
+        return self.candidates[-1]
+
+
+class ScriptedContext(Context):
+    """A run's context over a scripted bench, with what was asked of it and what it said."""
+
+    @property
+    def asked(self) -> list[tuple[Policy, Window]]:
+        """Windows that ran."""
+        return self.bench.asked
+
+    @property
+    def said(self) -> list[str]:
+        """Lines for a person."""
+        return self.progress.lines
+
+
+def scripted(script: Script, *, budget_s: float = 1e6) -> tuple[Any, StudySpace]:
     """A scripted context over the small made-up model, and its study space with fp16 and fp32 only."""
     look, profile = small_model()
     space = bound(look, profile, precisions=FP16_ONLY)
-    return ScriptedContext(script, space, **options), space
+    bench = ScriptedBench(script)
+    context = ScriptedContext(
+        settings=Settings("scripted", execution="eager", tolerance=0.01, budget_s=budget_s),
+        target=Target("Fake GPU", None, "cpu", "predicted", True, None, FP16_ONLY, "9.0"),
+        bench=bench,
+        look=space.look,
+        plan=Plan(
+            trial_steps=TRIAL_STEPS,
+            trial_warmup_steps=2,
+            verify_steps=VERIFY_STEPS,
+            verify_seeds=SEEDS,
+            timed_steps=TRIAL_STEPS,
+            timeout_s=600.0,
+        ),
+        folder=MemoryFolder(),
+        progress=Listener(),
+        started_s=0.0,
+        costs=Costs(STEP_S),
+        clock=lambda: bench.now_s,
+    )
+    return context, space

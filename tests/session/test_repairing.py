@@ -113,7 +113,7 @@ def test_where_only_plain_fp32_trains_there_is_no_repair_and_that_is_said() -> N
 
 
 def test_without_time_the_trial_window_alone_decides() -> None:
-    found, context = repaired(hurts("body.1.conv", gap=0.02), is_over=True)
+    found, context = repaired(hurts("body.1.conv", gap=0.02), budget_s=200.0)
     assert list(found) == ["fastest_fp16"]
     assert all(window.steps == TRIAL_STEPS for _, window in context.asked)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scripted_run import SEEDS, is_fp32, scripted, trained
+from scripted_run import SEEDS, STEP_S, VERIFY_STEPS, is_fp32, scripted, trained
 
 from autoprec.policy import Policy
 from autoprec.records import Candidate, Measurement, Window
@@ -94,7 +94,7 @@ def test_as_many_fallbacks_as_finalists_are_tried_and_then_fp32_it_is() -> None:
 
 
 def test_no_fallback_runs_without_time() -> None:
-    contest = Contest([REJECTED] * 5, is_over=True)
+    contest = Contest([REJECTED] * 5, budget_s=(NUM_FINALISTS + 0.5) * SEEDS * VERIFY_STEPS * STEP_S)
     assert contest.winner is None
     assert sum(contest.seeds(place) > 0 for place in range(5)) == NUM_FINALISTS
 
