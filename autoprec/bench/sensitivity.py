@@ -29,10 +29,11 @@ from torch import Tensor, nn
 
 from autoprec.bench.attribution import LayerStack, float32_reference, layer_names
 from autoprec.bench.cuda_rules import cuda_autocast_rules
-from autoprec.bench.forcing import Forcer, LayerErrors, Recorder, SameDraws, Tape
+from autoprec.bench.forcing import Forcer, LayerErrors, SameDraws
 from autoprec.bench.memory import is_out_of_memory
 from autoprec.bench.seeding import seeded
 from autoprec.bench.source import describe, raised_at
+from autoprec.bench.tape import Recorder, Tape
 from autoprec.bench.trace import untouched
 from autoprec.policy import Policy
 from autoprec.runtime import AppliedPolicy, apply_policy

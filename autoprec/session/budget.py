@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from autoprec.policy import Policy
 from autoprec.session.settings import Plan, Settings
+from autoprec.tune.quantities import duration
 
 # A window shorter than this says little about a loss curve, and one longer than this no longer ranks candidates any better;
 # both are choices of this project, checked on the examples (see "How it decides" in the README).
@@ -273,8 +274,3 @@ def _left_out(plan: Plan, whole: Needs, left_s: float) -> list[str]:
     elif whole.after_study_s > left_s:
         left_out.append("some of the verification")
     return left_out
-
-
-def duration(seconds: float) -> str:
-    """``45 s``, ``3.5 min``."""
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"

@@ -12,7 +12,6 @@ from autoprec import __version__
 from autoprec.policy import Evidence, Figures, Policy
 from autoprec.records import Candidate, Environment, Measurement, Verdict
 from autoprec.session.arms import RANK_BASELINE, RANK_STOCK, RANK_TF32
-from autoprec.session.budget import duration
 from autoprec.session.context import Context
 from autoprec.session.logbook import Logbook
 from autoprec.session.reference import ROUNDING
@@ -22,6 +21,7 @@ from autoprec.tune.charts import Curve
 from autoprec.tune.choice import Arm, median_s
 from autoprec.tune.divergence import loss_gap, noise_floor
 from autoprec.tune.long_run_section import sections_of
+from autoprec.tune.quantities import duration
 from autoprec.tune.report import write_report
 from autoprec.tune.report_data import ReportData
 from autoprec.tune.review import write_notes

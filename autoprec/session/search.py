@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from autoprec.errors import WorkerError
 from autoprec.policy import Fingerprint, Policy, Weights
 from autoprec.records import Candidate, Measurement, Outcome, Profile, Window
-from autoprec.session.budget import FEWEST_TRIALS, MOST_FOR_PROFILE, REPORT_S, duration, profile_s
+from autoprec.session.budget import FEWEST_TRIALS, MOST_FOR_PROFILE, REPORT_S, profile_s
 from autoprec.session.context import Context
 from autoprec.session.reference import reference_curve, twin_noise
 from autoprec.session.repairing import repairs
 from autoprec.session.rescoring import rescored
 from autoprec.tune.baselines import STOCK_AMP, baseline_policies, pure_policies
+from autoprec.tune.quantities import duration
 from autoprec.tune.rows import role_words
 from autoprec.tune.space import SearchSpace, allowed_precisions
 from autoprec.tune.study import run_study

@@ -47,6 +47,8 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     if seconds >= 120:
         return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    if float(seconds).is_integer():
+        return f"{seconds:.0f} s"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= size:
             return f"{significant(seconds / size)} {unit}"

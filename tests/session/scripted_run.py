@@ -72,9 +72,7 @@ class MemoryFolder:
 
     def record(self, role: str, policy: Policy, window: Window, outcome: Outcome, trial: int | None = None) -> Candidate:
         number = len(self.candidates)
-        self.candidates.append(
-            Candidate(number=number, role=role, policy=policy, window=window, outcome=outcome, trial=trial)
-        )
+        self.candidates.append(Candidate(number=number, role=role, policy=policy, window=window, outcome=outcome, trial=trial))
         self._known.setdefault(evaluation_key(policy, window), outcome)
         return self.candidates[-1]
 

@@ -9,13 +9,13 @@ from autoprec.session.budget import (
     LEAST_TRIAL_STEPS,
     SHORTEST_TRIAL_STEPS,
     Costs,
-    duration,
     least_needs,
     plan_windows,
     plan_words,
     whole_needs,
 )
 from autoprec.session.settings import Settings
+from autoprec.tune.quantities import duration
 from autoprec.tune.run_folder import RunFolder
 
 STEPS_S = (0.002, 0.05, 0.16, 0.4)
