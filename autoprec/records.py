@@ -176,6 +176,7 @@ class Profile(Record):
     """The profile of a workload on a target: layers, what a cast costs, and how long profiling took.
 
     ``cast_s_per_byte`` is the time of moving one byte through a cast (read plus write counted), forward and backward alike.
+    ``sensitivity_passes`` is what scoring every layer in one precision took, in FP32 forward and backward passes over the same samples.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -183,6 +184,7 @@ class Profile(Record):
     base_step_s: float
     cost_s: float
     precisions: tuple[Precision, ...]
+    sensitivity_passes: dict[Precision, float] = {}
 
 
 class Window(Record):

@@ -23,7 +23,7 @@ from autoprec.bench.optrace import OpTrace
 from autoprec.bench.ranges import StepRanges, record_step, screen
 from autoprec.bench.roofline import predict_cast_s_per_byte, predict_layer_times
 from autoprec.bench.seeding import seed_everything, untouched_random_state
-from autoprec.bench.sensitivity import EVERYWHERE, Raised, Scene, Score, record, score, twin_errors
+from autoprec.bench.sensitivity import EVERYWHERE, Raised, Scene, Score, record, run_plain, score, twin_errors
 from autoprec.bench.target import Target
 from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
@@ -106,7 +106,12 @@ def profile(
     layers = _layer_profiles(look, recorded, scorings, times, wanted, measured=origin_measured)
     base_s = sum(seconds.get("fp32", 0.0) for seconds in times.values())
     return Profile(
-        layers=layers, cast_s_per_byte=cast_s, base_step_s=base_s, cost_s=time.perf_counter() - began, precisions=wanted
+        layers=layers,
+        cast_s_per_byte=cast_s,
+        base_step_s=base_s,
+        cost_s=time.perf_counter() - began,
+        precisions=wanted,
+        sensitivity_passes={precision: max(scoring.passes[precision] for scoring in scorings) for precision in low},
     )
 
 
@@ -135,10 +140,14 @@ def _update(subject: _Subject) -> None:
 
 @dataclass(frozen=True)
 class Scoring:
-    """Scores by precision and layer from one batch, layers that raised by precision, and the scale used."""
+    """Scores by precision and layer from one batch, layers that raised by precision, and what scoring took.
+
+    ``passes`` is the wall time of scoring a precision in FP32 forward and backward passes over the same samples.
+    """
 
     scores: Mapping[Precision, Mapping[str, Score]]
     raised: Mapping[Precision, Sequence[Raised]]
+    passes: Mapping[Precision, float]
 
 
 def _sensitivity(subject: _Subject, index: int, precisions: Sequence[Precision], recorded: Sequence[StepRanges]) -> Scoring:
@@ -167,10 +176,14 @@ def _score_part(subject: _Subject, part: Any, precisions: Sequence[Precision], r
     fp16_scale = screen(recorded, subject.names).scale
     scores: dict[Precision, Mapping[str, Score]] = {}
     raised: dict[Precision, Sequence[Raised]] = {}
+    passes: dict[Precision, float] = {}
+    plain_s = run_plain(scene)
     for precision in precisions:
         scale = fp16_scale if precision.startswith("fp16") else 1.0
+        began = time.perf_counter()
         scores[precision], raised[precision] = score(scene, tape, twin, _policies(look, precision), scale=scale)
-    return Scoring(scores, raised)
+        passes[precision] = (time.perf_counter() - began) / plain_s
+    return Scoring(scores, raised, passes)
 
 
 def _policies(look: Look, precision: Precision) -> Callable[[Sequence[str]], Policy]:

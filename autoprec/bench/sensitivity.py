@@ -18,6 +18,7 @@ squares of independent errors, so they may be added over layers, and an fp32 lay
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -123,6 +124,19 @@ def record(scene: Scene) -> Tape:
                 recorder.tape.parameter_grads[parameter] = parameter.grad.detach().clone()
         recorder.tape.seal()
     return recorder.tape
+
+
+def run_plain(scene: Scene) -> float:
+    """Seconds of a float32 forward and backward pass over the scene's batch with nothing recorded; waits for the device."""
+    parameters = [parameter for parameter in scene.model.parameters() if parameter.requires_grad]
+    with untouched(scene.model), float32_reference(), seeded(scene.seed):
+        began = time.perf_counter()
+        value = scene.loss(scene.model, scene.batch)
+        value.backward()  # type: ignore[no-untyped-call]
+        # Reading a gradient waits for every operation before it.
+        seen = next((parameter.grad for parameter in parameters if parameter.grad is not None), value)
+        seen.detach().to_dense().sum().item()
+        return time.perf_counter() - began
 
 
 def _draws(scene: Scene) -> AbstractContextManager[Any]:
