@@ -16,26 +16,34 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.bench.attribution import running_node
+from autoprec.bench.magnitudes import Scratch, norm
 from autoprec.bench.ops import DRAWING, base_name
-from autoprec.bench.tape import HALF, Call, LayerHooks, Tape, sum_of_squares
+from autoprec.bench.tape import HALF, Call, LayerHooks, Tape, dense
 from autoprec.runtime.tree import map_tensors
 
 
 @dataclass
 class LayerErrors:
-    """Squared errors and squared sizes of one layer, as tensors on the device so that nothing waits.
+    """Errors of one layer, as scalars on the device so that nothing waits; norms are roots of sums of squares.
 
     Attributes:
-        outputs: pairs (error, reference) of the outputs.
-        input_grads: triples (error, reference, product of error and exact) of the inputs' gradients.
-        harms: outputs' errors times their gradients.
-        bad: how many values are not finite where the recorded ones are.
+        outputs: norm of an output's error, and the sum of the squares of the recorded output.
+        input_grads: norm of the error of an input's gradient and sum of (error times exact), both times the loss scale, and the sum
+            of the squares of the recorded gradient.
+        harms: norm and sum of (output's error times its gradient).
+        extremes: figures that are finite where an output is.
     """
 
     outputs: list[tuple[Tensor, float]] = field(default_factory=list)
-    input_grads: list[tuple[Tensor, float, Tensor]] = field(default_factory=list)
-    harms: list[Tensor] = field(default_factory=list)
-    bad: list[Tensor] = field(default_factory=list)
+    input_grads: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
+    harms: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    extremes: list[Tensor] = field(default_factory=list)
+
+    def scalars(self) -> list[Tensor]:
+        """Everything on the device, in the order of the attributes."""
+        outputs = [error for error, _ in self.outputs]
+        gradients = [part for error, product, _ in self.input_grads for part in (error, product)]
+        return [*outputs, *gradients, *(part for pair in self.harms for part in pair), *self.extremes]
 
 
 class _Force(torch.autograd.Function):
@@ -44,7 +52,7 @@ class _Force(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, exact: Tensor, dtype: torch.dtype, grad: Callable[[Tensor], Tensor]) -> Tensor:
         ctx.grad, ctx.dtype = grad, tensor.dtype
-        return exact.detach().to(dtype=dtype, copy=True)
+        return exact.to(dtype=dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -60,6 +68,7 @@ class Forcer(LayerHooks):
         self._scale = scale
         self._perturbation = perturbation
         self._generator: torch.Generator | None = None
+        self._scratch = Scratch()
         self.errors: dict[str, LayerErrors] = {}
 
     def on_input(self, name: str, call: int, place: int, tensor: Tensor) -> Tensor:
@@ -73,9 +82,10 @@ class Forcer(LayerHooks):
                 return low
             # Held against what this dtype can say at this scale: rounding the gradient itself is the scale's business, and shows
             # in the gradients of the parameters it reaches.
-            sayable = (recorded * self._scale).to(low.dtype)
-            error = (low.detach().double() - sayable) / self._scale
-            self._of(name).input_grads.append((error.square().sum(), self._tape.size(recorded), (error * recorded).sum()))
+            size = self._tape.size(recorded)
+            sayable = self._scratch.times(recorded, self._scale, low.dtype)
+            error = self._scratch.minus(dense(low), dense(sayable), size.sums_in(recorded.dtype, self._scale))
+            self._of(name).input_grads.append((norm(error), error.mul_(dense(recorded)).sum(), size.squares))
             return self._scaled(recorded, low) if self._perturbation else sayable
 
         return self._forced(tensor, exact, self._perturbed(exact), grad)
@@ -106,7 +116,7 @@ class Forcer(LayerHooks):
         return self.errors.setdefault(name, LayerErrors())
 
     def _scaled(self, recorded: Tensor, low: Tensor) -> Tensor:
-        return (self._perturbed(recorded) * self._scale).to(low.dtype)
+        return self._scratch.times(self._perturbed(recorded), self._scale, low.dtype)
 
     def _perturbed(self, exact: Tensor) -> Tensor:
         if not self._perturbation:
@@ -118,18 +128,21 @@ class Forcer(LayerHooks):
         return exact * (1 + self._perturbation * noise)
 
     def _compare(self, name: str, low: Tensor, exact: Tensor, grad: Tensor | None) -> None:
-        errors = self._of(name)
-        difference = low.to(exact.dtype) - exact
-        if not self._tape.is_finite(exact):
+        errors, size = self._of(name), self._tape.size(exact)
+        low, exact, grad = dense(low), dense(exact), None if grad is None else dense(grad)
+        difference = self._scratch.minus(low, exact, size.sums_in(exact.dtype))
+        if not size.is_finite:
             finite = exact.isfinite()
             difference = torch.where(finite, difference, 0.0)
             grad = None if grad is None else torch.where(finite, grad, 0.0)
-        errors.bad.append(difference.isfinite().logical_not().sum())
-        errors.outputs.append((sum_of_squares(difference), self._tape.size(exact)))
+        error = norm(difference)
+        # What fp16 holds is so small that the norm is finite where all values are; other types may overflow in the sum alone.
+        found = (error,) if low.dtype == torch.float16 else torch.aminmax(difference) if difference.numel() else ()
+        errors.extremes.extend(found)
+        errors.outputs.append((error, size.squares))
         if grad is not None:
-            weighted = (grad * difference).double()
-            # Rounding errors add up like random ones (the first); a bias adds up straight (the second).
-            errors.harms.append(torch.maximum(weighted.square().sum(), weighted.sum().square()))
+            weighted = difference.mul_(grad)
+            errors.harms.append((norm(weighted), weighted.sum()))
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

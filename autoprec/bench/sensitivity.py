@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from autoprec.bench.attribution import LayerStack, float32_reference, layer_names
 from autoprec.bench.cuda_rules import cuda_autocast_rules
 from autoprec.bench.forcing import Forcer, LayerErrors, SameDraws
+from autoprec.bench.magnitudes import Scratch, norm, read
 from autoprec.bench.memory import is_out_of_memory
 from autoprec.bench.seeding import seeded
 from autoprec.bench.source import describe, raised_at
@@ -220,7 +221,7 @@ def _forced_pass(
         forcer.begin_backward()
         (value.float() * scale).backward()  # type: ignore[no-untyped-call]
         grads = {parameter: parameter.grad for parameter in scene.model.parameters() if parameter.grad is not None}
-        return _read(forcer.errors, _parameter_errors(scene, tape, grads, scale))
+        return _read(forcer.errors, _parameter_errors(scene, tape, grads, scale), scale)
 
 
 def _apply_quietly(model: nn.Module, policy: Policy) -> AppliedPolicy:
@@ -232,39 +233,57 @@ def _apply_quietly(model: nn.Module, policy: Policy) -> AppliedPolicy:
 
 def _parameter_errors(
     scene: Scene, tape: Tape, grads: dict[nn.Parameter, Tensor], scale: float
-) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Error and size of each parameter's gradient, by the layer that uses it: its owner, or its owner's nearest layer."""
-    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+) -> dict[str, list[tuple[Tensor, float]]]:
+    """Norm of the error of each parameter's gradient, times the scale, and the sum of the squares of the exact one.
+
+    By the layer that uses the parameter: its owner, or its owner's nearest layer.
+    """
+    found: dict[str, list[tuple[Tensor, float]]] = {}
+    scratch = Scratch()
     for module, names in layer_names(scene.model).items():
         layer = _nearest_layer(names[0].partition(".parametrizations")[0], scene.layers)
         for parameter in module.parameters(recurse=False):
             exact = tape.parameter_grads.get(parameter)
             if exact is None or not exact.is_floating_point() or exact.layout != torch.strided:
                 continue
-            low = grads[parameter].float() / scale if parameter in grads else torch.zeros_like(exact)
-            found.setdefault(layer, []).append(((low - exact).double().square().sum(), exact.double().square().sum()))
+            size = tape.size(exact)
+            low = grads.get(parameter)
+            low = torch.zeros_like(exact) if low is None else low
+            error = norm(scratch.minus(low, exact, size.sums_in(exact.dtype, scale), factor=scale))
+            found.setdefault(layer, []).append((error, size.squares))
     return found
 
 
-def _read(errors: dict[str, LayerErrors], parameters: dict[str, list[tuple[Tensor, Tensor]]]) -> dict[str, _Errors]:
+def _read(errors: dict[str, LayerErrors], parameters: dict[str, list[tuple[Tensor, float]]], scale: float) -> dict[str, _Errors]:
     """Everything from the device in one transfer."""
-    tensors: list[Tensor] = []
+    values = read(
+        [
+            scalar
+            for name, found in errors.items()
+            for scalar in (*found.scalars(), *(error for error, _ in parameters.get(name, ())))
+        ]
+    )
+    read_errors: dict[str, _Errors] = {}
     for name, found in errors.items():
-        for group in (*found.outputs, *found.input_grads, *parameters.get(name, [])):
-            tensors.extend(part for part in group if isinstance(part, Tensor))
-        tensors.extend(found.harms)
-        tensors.extend(found.bad)
-    values = iter(torch.stack([tensor.double() for tensor in tensors]).tolist() if tensors else [])
-    read: dict[str, _Errors] = {}
-    for name, found in errors.items():
-        outputs = [(next(values), size) for _, size in found.outputs]
-        inputs = [_astray(next(values), size, size + next(values)) for _, size, _ in found.input_grads]
-        weights = [_relative(next(values), next(values)) for _ in parameters.get(name, [])]
-        harm = sum(next(values) for _ in found.harms)
-        bad = sum(next(values) for _ in found.bad) > 0
+        outputs = [(_square(next(values)), size) for _, size in found.outputs]
+        inputs = [_astray(_square(next(values) / scale), size, size + next(values) / scale) for *_, size in found.input_grads]
+        # Rounding errors add up like random ones (the first); a bias adds up straight (the second).
+        harm = sum(_largest(_square(next(values)), _square(next(values))) for _ in found.harms)
+        extremes = [next(values) for _ in found.extremes]
+        weights = [_relative(_square(next(values) / scale), size) for _, size in parameters.get(name, ())]
         error, size = sum(pair[0] for pair in outputs), sum(pair[1] for pair in outputs)
-        read[name] = _Errors(_relative(error, size) or 0.0, harm, inputs, weights, bad)
-    return read
+        read_errors[name] = _Errors(_relative(error, size) or 0.0, harm, inputs, weights, not all(map(math.isfinite, extremes)))
+    return read_errors
+
+
+def _square(value: float) -> float:
+    """Infinite where it overflows, where ``**`` raises."""
+    return value * value
+
+
+def _largest(*values: float) -> float:
+    """The largest, or NaN where one is."""
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
 
 
 def _relative(error: float, size: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.bench.attribution import running_node
+from autoprec.bench.magnitudes import norm, read, serves_float32
 from autoprec.runtime.tree import map_tensors
 
 LOST = 2.0**-6
@@ -33,6 +35,20 @@ class Call:
     output_grads: dict[int, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Size:
+    """Sum of the squares of a tensor's finite values, whether all are finite, and how many there are."""
+
+    squares: float
+    is_finite: bool
+    elements: int
+
+    def sums_in(self, dtype: torch.dtype, scale: float = 1.0) -> torch.dtype:
+        """The type in which sums of squares of the tensor (times a scale) and of errors in it serve; ``dtype`` is the tensor's."""
+        serves = self.is_finite and serves_float32(math.sqrt(self.squares) * scale, self.elements)
+        return torch.float32 if serves and dtype != torch.float64 else torch.float64
+
+
 @dataclass
 class Tape:
     """A recorded float32 pass: calls by layer, gradients of the parameters, and the loss.
@@ -46,37 +62,50 @@ class Tape:
     loss: float = 0.0
     inner_gradients: bool = False
     in_forward: bool = True
-    _sizes: dict[int, tuple[float, bool]] = field(default_factory=dict)
+    _sizes: dict[int, Size] = field(default_factory=dict)
     _held: dict[torch.dtype, dict[int, bool]] = field(default_factory=dict)
 
     def seal(self) -> None:
-        """Says that the pass is over: sizes are taken, of everything at once, since each look waits for the GPU."""
-        tensors = [*self._values(), *(grad for call in self._all_calls() for grad in call.input_grads.values())]
-        found = [torch.stack((sum_of_squares(_finite(tensor)), _is_finite(tensor).double())) for tensor in tensors]
-        for tensor, (size, finite) in zip(tensors, torch.stack(found).tolist() if found else [], strict=True):
-            self._sizes[id(tensor)] = (size, bool(finite))
+        """Says that the pass is over: sizes are taken, of everything at once, since each look waits for the device."""
+        grads = (grad for call in self._all_calls() for grad in call.input_grads.values())
+        weights = (grad for grad in self.parameter_grads.values() if grad.layout == torch.strided)
+        tensors = list({id(tensor): tensor for tensor in (*self._values(), *grads, *weights)}.values())
+        norms = list(read([norm(dense(tensor)) for tensor in tensors]))
+        self._sizes = {
+            id(tensor): Size(found * found, is_finite=True, elements=tensor.numel())
+            for tensor, found in zip(tensors, norms, strict=True)
+        }
+        odd = [
+            tensor
+            for tensor, found in zip(tensors, norms, strict=True)
+            if tensor.dtype != torch.float64 and not serves_float32(found, tensor.numel())
+        ]
+        looks = [look for tensor in odd for look in (norm(_finite(tensor).double()), dense(tensor).isfinite().all())]
+        found_again = read(looks)
+        for tensor in odd:
+            found, is_finite = next(found_again), bool(next(found_again))
+            self._sizes[id(tensor)] = Size(found * found, is_finite, tensor.numel())
 
-    def size(self, tensor: Tensor) -> float:
-        """Sum of the squares of the finite values of a recorded tensor."""
-        return self._sizes[id(tensor)][0]
-
-    def is_finite(self, tensor: Tensor) -> bool:
-        """Whether a recorded tensor has no NaN and no infinity."""
-        return self._sizes[id(tensor)][1]
+    def size(self, tensor: Tensor) -> Size:
+        """How large a recorded value or gradient is."""
+        return self._sizes[id(tensor)]
 
     def keeps(self, dtype: torch.dtype, exact: Tensor) -> bool:
-        """Whether a type keeps the value of a recorded input or output. The first question for a half type waits for the GPU."""
+        """Whether a type keeps the value of a recorded input or output. The first question for a half type may wait for the device."""
         if dtype not in HALF:
             return True
         if dtype not in self._held:
-            tensors = self._values()
-            lost = [sum_of_squares(_finite(tensor).to(dtype).float() - _finite(tensor)) for tensor in tensors]
-            rounding = zip(tensors, torch.stack(lost).tolist() if lost else [], strict=True)
-            self._held[dtype] = {id(tensor): error <= LOST**2 * self.size(tensor) for tensor, error in rounding}
+            values = self._values()
+            self._held[dtype] = {id(tensor): True for tensor in values}
+            doubtful = [tensor for tensor in values if not _surely_keeps(dtype, self.size(tensor))]
+            lost = read([norm((_finite(tensor).to(dtype).float() - _finite(tensor)).double()) for tensor in doubtful])
+            for tensor in doubtful:
+                self._held[dtype][id(tensor)] = next(lost) <= LOST * math.sqrt(self.size(tensor).squares)
         return self._held[dtype][id(exact)]
 
     def _values(self) -> list[Tensor]:
-        return [tensor for call in self._all_calls() for tensor in (*call.inputs, *call.outputs)]
+        values = (tensor for call in self._all_calls() for tensor in (*call.inputs, *call.outputs))
+        return list({id(tensor): tensor for tensor in values}.values())
 
     def _all_calls(self) -> Iterator[Call]:
         return (call for calls in self.calls.values() for call in calls)
@@ -227,18 +256,28 @@ class Recorder(LayerHooks):
                 grads[place] = grad.detach()
 
         tapped: Tensor = _Tap.apply(tensor, note, self._copy)
+        kept = self._kept.get((id(tensor), tensor._version))
+        if kept is not None:  # the same value goes on: whoever reads it next shares the copy
+            self._kept[id(tapped), tapped._version] = (tapped, kept[1])
         return tapped
 
 
+def _surely_keeps(dtype: torch.dtype, size: Size) -> bool:
+    """Whether the size alone says that a half type keeps a value; where it does not, the value has to be rounded to see.
+
+    Source: a type rounds by half a unit in the last place at most, ``eps / 2`` of a normal value and ``tiny * eps / 2`` of a smaller
+    one; nothing overflows where the root of all squares fits.
+    """
+    limits = torch.finfo(dtype)
+    rounding = (limits.eps / 2) ** 2 * size.squares + (limits.tiny * limits.eps / 2) ** 2 * size.elements
+    return size.is_finite and math.sqrt(size.squares) < limits.max and rounding <= LOST**2 * size.squares
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """The tensor with its zeros written out."""
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
 def _finite(tensor: Tensor) -> Tensor:
-    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    return torch.where(dense.isfinite(), dense, 0.0)
-
-
-def _is_finite(tensor: Tensor) -> Tensor:
-    # A sum is NaN or infinite where a value is (or where it overflows itself, which costs a closer look later and no more).
-    return tensor.sum().isfinite()
-
-
-def sum_of_squares(tensor: Tensor) -> Tensor:
-    return tensor.double().square().sum()
+    values = dense(tensor)
+    return torch.where(values.isfinite(), values, 0.0)
