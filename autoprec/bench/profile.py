@@ -25,6 +25,7 @@ from autoprec.bench.roofline import predict_cast_s_per_byte, predict_layer_times
 from autoprec.bench.seeding import seed_everything, untouched_random_state
 from autoprec.bench.sensitivity import EVERYWHERE, Raised, Scene, Score, record, run_plain, score, twin_errors
 from autoprec.bench.target import Target
+from autoprec.bench.timing import wait_for_device
 from autoprec.bench.workload import Workload, steps_with_closure
 from autoprec.policy import Backend, Batch, Fingerprint, LayerSetting, Policy, Precision
 from autoprec.records import LayerProfile, Look, Profile, Risk
@@ -180,8 +181,10 @@ def _score_part(subject: _Subject, part: Any, precisions: Sequence[Precision], r
     plain_s = run_plain(scene)
     for precision in precisions:
         scale = fp16_scale if precision.startswith("fp16") else 1.0
+        wait_for_device()
         began = time.perf_counter()
         scores[precision], raised[precision] = score(scene, tape, twin, _policies(look, precision), scale=scale)
+        wait_for_device()
         passes[precision] = (time.perf_counter() - began) / plain_s
     return Scoring(scores, raised, passes)
 

@@ -12,6 +12,12 @@ import torch
 HOST_BOUND_LAG_SHARE = 0.1
 
 
+def wait_for_device() -> None:
+    """Returns when everything issued to the GPU is done; at once where CUDA was never started."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
 class StepClock:
     """Times steps without waiting for them."""
 
