@@ -20,7 +20,7 @@ Source: the op lists in torch 2.9 to 2.14, ``aten/src/ATen/autocast_mode.h``; a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -147,6 +147,13 @@ class _Below:
 
 
 _below_both = _Below(_KEY, "AutocastCPU")
+
+
+def own_arithmetic() -> AbstractContextManager[None]:
+    """For arithmetic on a pass that is no part of it: no rule and no autocast of the CPU applies inside, which saves their cost."""
+    return _below_both()  # type: ignore[no-any-return]
+
+
 _below_cpu_autocast = _Below("AutocastCPU")
 
 

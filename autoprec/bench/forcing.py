@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.bench.attribution import running_node
+from autoprec.bench.cuda_rules import own_arithmetic
 from autoprec.bench.magnitudes import Scratch, norm
 from autoprec.bench.ops import DRAWING, base_name
 from autoprec.bench.tape import HALF, Call, LayerHooks, Tape, dense
@@ -59,6 +60,28 @@ class _Force(torch.autograd.Function):
         return ctx.grad(grad).to(ctx.dtype), None, None, None
 
 
+class _Noise:
+    """Random factors around 1, drawn once: drawing them anew for every tensor costs a CPU more than the pass itself.
+
+    Each tensor takes them from another place, so that no two of a layer's tensors share theirs.
+    """
+
+    _SHIFT, _PLACES = 1021, 64
+
+    def __init__(self, device: torch.device, most_elements: int, perturbation: float) -> None:
+        # A generator of its own: the model's random draws must stay those of the recorded pass.
+        generator = torch.Generator(device).manual_seed(0)
+        noise = torch.randn(most_elements + self._SHIFT * self._PLACES, generator=generator, device=device)
+        self._factors = noise.mul_(perturbation).add_(1)
+        self._taken = 0
+
+    def factors(self, shape: torch.Size) -> Tensor:
+        """The next factors, in a shape of at most as many elements as were announced."""
+        self._taken += 1
+        start = self._SHIFT * (self._taken % self._PLACES)
+        return self._factors[start : start + shape.numel()].view(shape)
+
+
 class Forcer(LayerHooks):
     """Forces a tape's inputs, outputs and gradients upon a low pass and measures what each layer adds of its own."""
 
@@ -67,7 +90,7 @@ class Forcer(LayerHooks):
         self._tape = tape
         self._scale = scale
         self._perturbation = perturbation
-        self._generator: torch.Generator | None = None
+        self._noise: _Noise | None = None
         self._scratch = Scratch()
         self.errors: dict[str, LayerErrors] = {}
 
@@ -82,11 +105,10 @@ class Forcer(LayerHooks):
                 return low
             # Held against what this dtype can say at this scale: rounding the gradient itself is the scale's business, and shows
             # in the gradients of the parameters it reaches.
-            size = self._tape.size(recorded)
-            sayable = self._scratch.times(recorded, self._scale, low.dtype)
-            error = self._scratch.minus(dense(low), dense(sayable), size.sums_in(recorded.dtype, self._scale))
-            self._of(name).input_grads.append((norm(error), error.mul_(dense(recorded)).sum(), size.squares))
-            return self._scaled(recorded, low) if self._perturbation else sayable
+            with own_arithmetic():
+                sayable = self._scratch.times(recorded, self._scale, low.dtype)
+                self._compare_gradient(name, low, sayable, recorded)
+                return self._scaled(recorded, low) if self._perturbation else sayable
 
         return self._forced(tensor, exact, self._perturbed(exact), grad)
 
@@ -96,7 +118,8 @@ class Forcer(LayerHooks):
             return tensor
         exact, recorded = entry.outputs[place], entry.output_grads.get(place)
         if running_node() is None:
-            self._compare(name, tensor.detach(), exact, recorded)
+            with own_arithmetic():
+                self._compare(name, tensor.detach(), exact, recorded)
 
         def grad(low: Tensor) -> Tensor:
             return low if recorded is None or self.in_forward else self._scaled(recorded, low)
@@ -121,11 +144,14 @@ class Forcer(LayerHooks):
     def _perturbed(self, exact: Tensor) -> Tensor:
         if not self._perturbation:
             return exact
-        # A generator of its own: the model's random draws must stay those of the recorded pass.
-        if self._generator is None:
-            self._generator = torch.Generator(exact.device).manual_seed(0)
-        noise = torch.randn(exact.shape, generator=self._generator, device=exact.device, dtype=exact.dtype)
-        return exact * (1 + self._perturbation * noise)
+        if self._noise is None:
+            self._noise = _Noise(exact.device, self._tape.most_elements(), self._perturbation)
+        return exact * self._noise.factors(exact.shape)
+
+    def _compare_gradient(self, name: str, low: Tensor, sayable: Tensor, recorded: Tensor) -> None:
+        size = self._tape.size(recorded)
+        error = self._scratch.minus(dense(low), dense(sayable), size.sums_in(recorded.dtype, self._scale))
+        self._of(name).input_grads.append((norm(error), error.mul_(dense(recorded)).sum(), size.squares))
 
     def _compare(self, name: str, low: Tensor, exact: Tensor, grad: Tensor | None) -> None:
         errors, size = self._of(name), self._tape.size(exact)
@@ -151,7 +177,16 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Fused attention draws inside its kernel, another stream for another dtype; its dropout is switched off in both passes.
     """
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names: dict[Any, str | None] = {}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self._names:  # asked for every operation of a pass, so the answer is kept
+            name = base_name(func)
+            self._names[func] = name if name in DRAWING or "attention" in name else None
+        if self._names[func] is None:
+            return func(*args, **(kwargs or {}))
         kwargs = dict(kwargs or {})
         args = list(args)
         name = base_name(func)

@@ -22,7 +22,8 @@ MOST_NORM = 1e18
 difference from what a half type holds of it (fp16 at most 65504) stays below."""
 
 _ROW = 4096
-"""Elements added up in one go. Source: over 10^7 elements torch's CPU kernel is off by 7e-4 in one go and by 1e-7 by rows of 4096."""
+"""Elements added up in one go, of a tensor of 32 rows and more. Source: torch's CPU kernel is off by 7e-4 over 10^7 elements in one
+go, by 1e-7 by rows of 4096, and by 2e-6 over 10^5 elements in one go."""
 
 
 def norm(tensor: Tensor) -> Tensor:
@@ -30,7 +31,7 @@ def norm(tensor: Tensor) -> Tensor:
     if not tensor.is_contiguous():
         tensor = _as_it_lies(tensor)
     rows = tensor.numel() // _ROW
-    if rows < 2:
+    if rows < 32:
         return _norm(tensor)
     flat = tensor.view(-1)
     parts = _norm(flat[: rows * _ROW].view(rows, _ROW), dim=1)

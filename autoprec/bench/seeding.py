@@ -40,6 +40,10 @@ class RandomState:
 def seed_everything(seed: int) -> None:
     """Seeds torch (every device), NumPy and Python."""
     torch.manual_seed(seed)
+    _seed_beside_torch(seed)
+
+
+def _seed_beside_torch(seed: int) -> None:
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -48,7 +52,11 @@ def seed_everything(seed: int) -> None:
 def seeded(seed: int) -> Iterator[None]:
     """Everything seeded inside; every random state as before outside."""
     before = RandomState.now()
-    seed_everything(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        seed_everything(seed)
+    else:  # torch would note the seed for a CUDA that may start later, with a stack trace each time
+        torch.default_generator.manual_seed(seed)
+        _seed_beside_torch(seed)
     try:
         yield
     finally:

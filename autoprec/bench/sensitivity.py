@@ -146,7 +146,7 @@ def _plain_s(scene: Scene) -> float:
 
 
 def _draws(scene: Scene) -> AbstractContextManager[Any]:
-    return SameDraws() if scene.random else nullcontext()  # type: ignore[no-untyped-call]
+    return SameDraws() if scene.random else nullcontext()
 
 
 def score(

@@ -90,6 +90,10 @@ class Tape:
         """How large a recorded value or gradient is."""
         return self._sizes[id(tensor)]
 
+    def most_elements(self) -> int:
+        """Elements of the largest recorded value or gradient."""
+        return max((size.elements for size in self._sizes.values()), default=0)
+
     def keeps(self, dtype: torch.dtype, exact: Tensor) -> bool:
         """Whether a type keeps the value of a recorded input or output. The first question for a half type may wait for the device."""
         if dtype not in HALF:
