@@ -176,7 +176,8 @@ class Profile(Record):
     """The profile of a workload on a target: layers, what a cast costs, and how long profiling took.
 
     ``cast_s_per_byte`` is the time of moving one byte through a cast (read plus write counted), forward and backward alike.
-    ``sensitivity_passes`` is what scoring every layer in one precision took, in FP32 forward and backward passes over the same samples.
+    ``sensitivity_passes`` is what scoring every layer in one precision took, in FP32 forward and backward passes over the same samples,
+    with its share of the two passes that all precisions need.
     """
 
     layers: tuple[LayerProfile, ...]

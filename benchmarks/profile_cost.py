@@ -11,6 +11,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from applier_overhead import environment
@@ -23,7 +24,7 @@ from autoprec.tune.space import search_space_for
 from autoprec.tune.study_space import StudySpace
 
 
-def measure(path: str) -> dict[str, float | int | str]:
+def measure(path: str) -> dict[str, Any]:
     """Seconds of look, profile and front for one workload."""
     target = resolve_target(None)
     bench = Bench(load_workload(path), target)
@@ -50,6 +51,7 @@ def measure(path: str) -> dict[str, float | int | str]:
         "front_s": solved - profiled,
         "plans": sum(len({plan.key() for plan in plans}) for plans in space.plans.values()),
         "fp32_step_s": profile.base_step_s,
+        "sensitivity_passes": dict(profile.sensitivity_passes),
     }
 
 
@@ -63,9 +65,10 @@ def main() -> None:
     for path in options.workloads:
         row = measure(path)
         rows.append(row)
+        scoring_words = "".join(f", {passes:.1f} passes to score {name}" for name, passes in row["sensitivity_passes"].items())
         print(
             f"{path}: {row['layers']} layers; look {row['look_s']:.1f} s, profile {row['profile_s']:.1f} s, front {row['front_s']:.1f} s "
-            f"({row['plans']} plans); one FP32 step {row['fp32_step_s']:.3f} s",
+            f"({row['plans']} plans); one FP32 step {row['fp32_step_s']:.3f} s{scoring_words}",
             flush=True,
         )
         free_memory()

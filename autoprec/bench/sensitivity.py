@@ -18,7 +18,6 @@ squares of independent errors, so they may be added over layers, and an fp32 lay
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -36,7 +35,7 @@ from autoprec.bench.memory import is_out_of_memory
 from autoprec.bench.seeding import seeded
 from autoprec.bench.source import describe, raised_at
 from autoprec.bench.tape import Recorder, Tape
-from autoprec.bench.timing import wait_for_device
+from autoprec.bench.timing import seconds_of
 from autoprec.bench.trace import untouched
 from autoprec.policy import Policy
 from autoprec.runtime import AppliedPolicy, apply_policy
@@ -138,11 +137,7 @@ def run_plain(scene: Scene) -> float:
 
 def _plain_s(scene: Scene) -> float:
     with untouched(scene.model), float32_reference(), seeded(scene.seed):
-        wait_for_device()
-        began = time.perf_counter()
-        scene.loss(scene.model, scene.batch).backward()  # type: ignore[no-untyped-call]
-        wait_for_device()
-        return time.perf_counter() - began
+        return seconds_of(lambda: scene.loss(scene.model, scene.batch).backward())[1]  # type: ignore[no-untyped-call]
 
 
 def _draws(scene: Scene) -> AbstractContextManager[Any]:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+_T = TypeVar("_T")
 
 # The device is done when the host has issued the step: it waited for the host. Own choice of what counts as "done".
 HOST_BOUND_LAG_SHARE = 0.1
 
 
-def wait_for_device() -> None:
-    """Returns when everything issued to the GPU is done; at once where CUDA was never started."""
+def seconds_of(run: Callable[[], _T]) -> tuple[_T, float]:
+    """What a function returns and the wall time it took; waits for the device before and after, where CUDA was started."""
+    _wait_for_device()
+    start_s = time.perf_counter()
+    result = run()
+    _wait_for_device()
+    return result, time.perf_counter() - start_s
+
+
+def _wait_for_device() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 

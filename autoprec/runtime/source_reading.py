@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import types
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -44,20 +45,27 @@ def _code_of(function: types.FunctionType) -> Iterator[types.CodeType]:
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
 
 
+# Reading bytecode takes milliseconds a class, and a search applies hundreds of policies to one model.
+_CODES_REMEMBERED = 1024
+
+
 def assigned_names(kind: type) -> frozenset[str]:
     """Attributes that a method other than ``__init__`` sets to something new; ``self.count += 1`` works in place and is none."""
+    return frozenset(name for function in _methods_of(kind) for code in _code_of(function) for name in _assigned_in(code))
+
+
+@lru_cache(_CODES_REMEMBERED)
+def _assigned_in(code: types.CodeType) -> frozenset[str]:
     found = set()
-    for function in _methods_of(kind):
-        for code in _code_of(function):
+    in_place = False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "STORE_ATTR" and not in_place:
+            found.add(instruction.argval)
+        # "a.b += c" is BINARY_OP with an argument that prints as "+=", a SWAP, and STORE_ATTR.
+        if instruction.opname == "BINARY_OP":
+            in_place = instruction.argrepr.endswith("=")
+        elif instruction.opname not in ("SWAP", "EXTENDED_ARG"):
             in_place = False
-            for instruction in dis.get_instructions(code):
-                if instruction.opname == "STORE_ATTR" and not in_place:
-                    found.add(instruction.argval)
-                # "a.b += c" is BINARY_OP with an argument that prints as "+=", a SWAP, and STORE_ATTR.
-                if instruction.opname == "BINARY_OP":
-                    in_place = instruction.argrepr.endswith("=")
-                elif instruction.opname not in ("SWAP", "EXTENDED_ARG"):
-                    in_place = False
     return frozenset(found)
 
 
@@ -99,17 +107,20 @@ def _writes(instruction: dis.Instruction) -> bool:
 
 def attribute_chains(kind: type) -> frozenset[tuple[str, ...]]:
     """Dotted reads of two attributes and more in the class's methods: ``self.embed.weight`` gives ``("embed", "weight")``."""
+    return frozenset(chain for function in _methods_of(kind) for code in _code_of(function) for chain in _chains_in(code))
+
+
+@lru_cache(_CODES_REMEMBERED)
+def _chains_in(code: types.CodeType) -> frozenset[tuple[str, ...]]:
     found = set()
-    for function in _methods_of(kind):
-        for code in _code_of(function):
-            chain: list[str] = []
-            for instruction in dis.get_instructions(code):
-                if instruction.opname == "LOAD_ATTR":
-                    chain.append(instruction.argval)
-                    continue
-                if instruction.opname == "EXTENDED_ARG":
-                    continue
-                if len(chain) > 1:
-                    found.add(tuple(chain))
-                chain = []
+    chain: list[str] = []
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_ATTR":
+            chain.append(instruction.argval)
+            continue
+        if instruction.opname == "EXTENDED_ARG":
+            continue
+        if len(chain) > 1:
+            found.add(tuple(chain))
+        chain = []
     return frozenset(found)

@@ -171,9 +171,19 @@ def run_profile(context: Context, search_space: SearchSpace) -> tuple[Profile, S
     pinned = [p.layer or "(root)" for p in profile.layers if any(risk.hard and risk.precision == "fp16" for risk in p.risks)]
     named = f": {', '.join(pinned[:4])}{' ...' if len(pinned) > 4 else ''}" if pinned else ""
     context.progress.found(
-        f"profile: {len(profile.layers)} layers in {profile.cost_s:.1f} s; {len(pinned)} cannot run in fp16{named}"
+        f"profile: {len(profile.layers)} layers in {profile.cost_s:.1f} s{scoring_words(profile)}; {len(pinned)} cannot run in "
+        f"fp16{named}"
     )
     return profile, space
+
+
+def scoring_words(profile: Profile) -> str:
+    """What scoring the layers in each precision took, in passes of the FP32 model; empty where nothing was scored."""
+    figures = [f"{passes:.1f} ({precision})" for precision, passes in profile.sensitivity_passes.items()]
+    if not figures:
+        return ""
+    took = " and ".join(filter(None, (", ".join(figures[:-1]), figures[-1])))
+    return f", where scoring them took {took} FP32 forward and backward passes"
 
 
 def _bound(context: Context, search_space: SearchSpace, profile: Profile) -> StudySpace:

@@ -13,6 +13,7 @@ from autoprec.errors import WorkerError
 from autoprec.policy import Batch, Fingerprint, Policy
 from autoprec.records import Profile
 from autoprec.session.rescoring import rescored
+from autoprec.session.search import scoring_words
 from autoprec.tune.assignment import Assignment, harm_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tune"))
@@ -64,3 +65,18 @@ def test_a_plan_that_ends_the_worker_is_said_and_the_profile_stays() -> None:
     said: list[str] = []
     assert rescored(context(dies, said), PROFILE, {"fp16": PLAN}) is PROFILE
     assert "the worker died" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("passes", "words"),
+    [
+        ({}, ""),
+        ({"bf16": 1.94}, ", where scoring them took 1.9 (bf16) FP32 forward and backward passes"),
+        (
+            {"fp16": 2.12, "bf16": 1.94, "fp16_pure": 2.5},
+            ", where scoring them took 2.1 (fp16), 1.9 (bf16) and 2.5 (fp16_pure) FP32 forward and backward passes",
+        ),
+    ],
+)
+def test_what_scoring_took_is_said_in_passes(passes: Any, words: str) -> None:
+    assert scoring_words(PROFILE.model_copy(update={"sensitivity_passes": passes})) == words

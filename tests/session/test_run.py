@@ -116,7 +116,8 @@ def test_the_folder_holds_everything_a_review_needs(overflow_run):
     assert load_policy(result.policy_path) == result.policy
     rows = pd.read_csv(result.trials_path)
     assert {"fp32", "amp_fp16"} <= set(rows["role"])
-    assert "predicted" in (result.folder / "report.html").read_text()
+    report = (result.folder / "report.html").read_text()
+    assert "predicted" in report and "FP32 forward and backward passes; " in report
 
 
 def test_the_study_holds_the_baselines_first_and_the_trials_with_readable_parameters(overflow_run):
