@@ -117,7 +117,7 @@ def test_the_folder_holds_everything_a_review_needs(overflow_run):
     rows = pd.read_csv(result.trials_path)
     assert {"fp32", "amp_fp16"} <= set(rows["role"])
     report = (result.folder / "report.html").read_text()
-    assert "predicted" in report and "FP32 forward and backward passes; " in report
+    assert "predicted" in report and "FP32 forward and backward passes</div>" in report
 
 
 def test_the_study_holds_the_baselines_first_and_the_trials_with_readable_parameters(overflow_run):
