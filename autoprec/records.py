@@ -15,9 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from autoprec.policy import Origin, Outputs, Policy, Precision, ReasonKind
 
-FailureKind = Literal["out_of_memory", "diverged", "scale_collapsed", "unsupported", "timeout", "crashed"]
-# A process that died or hung says nothing about the policy.
-UNDECIDED_FAILURES: tuple[FailureKind, ...] = ("crashed", "timeout")
+FailureKind = Literal["out_of_memory", "diverged", "scale_collapsed", "unsupported", "timeout", "crashed", "disturbed"]
+# A process that died or hung, or a card that was never quiet, says nothing about the policy.
+UNDECIDED_FAILURES: tuple[FailureKind, ...] = ("crashed", "timeout", "disturbed")
 VerdictStatus = Literal["passed", "rejected", "inconclusive"]
 
 
@@ -225,7 +225,8 @@ class Measurement(Record):
 
     Attributes:
         losses: loss of every step, warm-up included, in float32.
-        step_times_s: time of every step after the warm-up; one equal value each where the speed is predicted.
+        step_times_s: time of every step after the warm-up that counts; one equal value each where the speed is predicted. Steps that
+            the loss scaler skipped do not count, and none that were disturbed.
         speed_origin: whether ``step_times_s`` was measured or predicted.
         batch_samples: samples of one step (the effective batch).
         peak_bytes: peak memory; measured by the allocator on CUDA, otherwise predicted or the process's own.
@@ -233,7 +234,10 @@ class Measurement(Record):
         late_skipped_steps: those of them in the second half of the window, when the scale has had time to settle.
         final_scale: loss scale at the end; None without a scaler.
         host_bound: whether the device waited for the host: it was done almost as soon as the host had issued a step.
-        note: anything a person should know about these samples (throttled samples dropped, compiled fallback).
+        block_steps: how many of ``step_times_s`` each block of interleaved timing gave, in order; empty where there were no blocks.
+        throttled_steps: timed steps dropped because heat or a power brake held the clocks down.
+        shared_steps: timed steps dropped because another process computed on the card.
+        note: anything a person should know about these samples (disturbed samples dropped, batches gone through again).
     """
 
     losses: tuple[float, ...]
@@ -245,6 +249,9 @@ class Measurement(Record):
     late_skipped_steps: int = 0
     final_scale: float | None = None
     host_bound: bool = False
+    block_steps: tuple[int, ...] = ()
+    throttled_steps: int = 0
+    shared_steps: int = 0
     environment: Environment
     note: str = ""
 
@@ -255,9 +262,26 @@ class Measurement(Record):
 
     @property
     def samples_per_s(self) -> float:
-        """Samples per second of useful work: skipped steps do not count as done."""
+        """Samples per second of useful work: skipped steps took the time of a step and do not count as done."""
         done = 1.0 - self.skipped_steps / max(len(self.losses), 1)
         return self.batch_samples * done / self.step_s
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether samples were dropped because something slowed the card."""
+        return self.throttled_steps + self.shared_steps > 0
+
+    @property
+    def dropped(self) -> str:
+        """How many samples were dropped and why, in words; empty where none were."""
+        total = len(self.step_times_s) + self.throttled_steps + self.shared_steps
+        return dropped_words(self.throttled_steps, self.shared_steps, total)
+
+
+def dropped_words(throttled_steps: int, shared_steps: int, total_steps: int) -> str:
+    """What was dropped of the timed steps, in words: ``12 of 60 steps dropped: another process used the card``."""
+    causes = ((shared_steps, "another process used the card"), (throttled_steps, "heat or power held the clocks down"))
+    return "; ".join(f"{steps} of {total_steps} steps dropped: {cause}" for steps, cause in causes if steps)
 
 
 class Failure(Record):

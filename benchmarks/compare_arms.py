@@ -38,7 +38,7 @@ import autoprec
 from autoprec.bench.batch import batch_bytes, batch_length, split_batch, to_device, why_unsplittable
 from autoprec.bench.environment import environment
 from autoprec.bench.memory import free_memory
-from autoprec.bench.nvml import is_throttled
+from autoprec.bench.nvml import Card
 from autoprec.bench.seeding import untouched_random_state
 from autoprec.bench.timing import StepClock
 from autoprec.bench.workload import Workload, load_workload
@@ -86,7 +86,7 @@ def run_block(arm: Arm, steps: int, uuid: str) -> None:
     arm.block_steps.append(steps)
     if uuid:
         torch.cuda.synchronize()
-        arm.throttled_blocks += is_throttled(uuid)
+        arm.throttled_blocks += Card(uuid).is_throttled()
     arm.read_scale()
 
 

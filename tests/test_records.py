@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -69,6 +70,29 @@ def test_skipped_steps_do_not_count_as_fast():
     assert measurement(losses=(1.0,) * 4, step_times_s=(0.5,)).samples_per_s == 16.0
     assert measurement(losses=(1.0,) * 4, step_times_s=(0.5,), skipped_steps=2).samples_per_s == 8.0
     assert measurement(losses=(1.0,) * 4, step_times_s=(0.5,), skipped_steps=4).samples_per_s == 0.0
+
+
+def test_skipped_steps_without_samples_are_taken_off_once() -> None:
+    """Ten steps of 8 samples at 0.5 s, two of which were skipped and are no samples: 64 samples in 5 s."""
+    assert measurement(losses=(1.0,) * 10, step_times_s=(0.5,) * 8, skipped_steps=2, batch_samples=8).samples_per_s == 64 / 5
+
+
+def test_dropped_samples_are_told_by_number_and_cause_and_change_no_speed() -> None:
+    quiet = measurement(losses=(1.0,) * 60, step_times_s=(0.5,) * 45)
+    loud = quiet.model_copy(update={"shared_steps": 12, "throttled_steps": 3})
+    assert (quiet.dropped, quiet.disturbed) == ("", False)
+    assert loud.disturbed
+    assert loud.dropped == (
+        "12 of 60 steps dropped: another process used the card; 3 of 60 steps dropped: heat or power held the clocks down"
+    )
+    assert loud.samples_per_s == quiet.samples_per_s
+
+
+def test_measurements_written_before_blocks_were_kept_still_load() -> None:
+    old = json.loads(measurement().model_dump_json())
+    for name in ("block_steps", "throttled_steps", "shared_steps"):
+        del old[name]
+    assert Measurement.model_validate(old) == measurement()
 
 
 def test_a_step_takes_the_median_time():

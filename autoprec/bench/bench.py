@@ -119,7 +119,8 @@ class LongRunBench(Bench):
     def window(self, policy: Policy, window: Window) -> Outcome:
         """Trains one window under a policy; says in its note how often the data was gone through, where it ended."""
         start = self._long_start_of(window.seed)
-        outcome = run_window(self._checked(), self._target, policy, window, start, self._speed())
+        # Its losses are what counts: arms are timed in turns, on windows of their own.
+        outcome = run_window(self._checked(), self._target, policy, window, start, self._speed(), watched=False)
         length = start.batches.pass_length if isinstance(start.batches, LongBatches) else None
         if not isinstance(outcome, Measurement) or length is None:
             return outcome

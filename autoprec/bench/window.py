@@ -9,10 +9,11 @@ from typing import Protocol
 import torch
 
 from autoprec.bench.data import Start
+from autoprec.bench.disturbance import MOST_REPEATS, Disturbance, TimedBlocks, card_of
 from autoprec.bench.environment import environment
 from autoprec.bench.failures import broken_buffer, divergence_of, failure_of, first_nonfinite_layer, skipped_steps
 from autoprec.bench.target import Target
-from autoprec.bench.timing import StepClock
+from autoprec.bench.timing import HOST_PROBES, LEAD_STEPS, StepClock
 from autoprec.bench.training import Training, free_memory, undisturbed
 from autoprec.bench.workload import Workload
 from autoprec.errors import PolicyMismatch, WorkloadError
@@ -23,6 +24,9 @@ from autoprec.records import Failure, Measurement, Outcome, Window
 _EARLY_LOOKS, _LOOK_EVERY_STEPS = (1, 2, 5, 9), 20
 # A failure later than this is not trained up to again only to name the layer.
 _LOCATE_UP_TO_STEPS = 40
+# Where less than this share of a window's timed steps is left, more are run for their times alone. Own choice: a median of half the
+# samples is 1.4 times as uncertain.
+_ENOUGH_SHARE = 0.5
 
 
 class SpeedModel(Protocol):
@@ -39,9 +43,18 @@ class SpeedModel(Protocol):
 
 
 def run_window(
-    workload: Workload, target: Target, policy: Policy, window: Window, start: Start, speed: SpeedModel | None
+    workload: Workload,
+    target: Target,
+    policy: Policy,
+    window: Window,
+    start: Start,
+    speed: SpeedModel | None,
+    *,
+    watched: bool = True,
 ) -> Outcome:
     """Trains a fresh model for a window; everything process-wide is as before when it returns.
+
+    Where too many timed steps were disturbed, further steps are trained for their times alone: losses are those of the window.
 
     Args:
         workload: what is trained.
@@ -50,6 +63,7 @@ def run_window(
         window: how long, from which seed.
         start: model and batches of the window's seed.
         speed: predicts what is not measured; on a CPU it also gives the memory.
+        watched: False where only losses are wanted of it, so that disturbed step times are of no concern.
 
     Raises:
         WorkloadError: plain FP32 fails, or the batches end early.
@@ -58,7 +72,8 @@ def run_window(
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
     with undisturbed(target):
-        training, outcome = _train(workload, target, policy, window, start)
+        disturbance = Disturbance(card_of(target) if watched else None)
+        training, outcome = _train(workload, target, policy, window, start, disturbance)
         # The peak is read before anything else allocates.
         peak_bytes = torch.cuda.max_memory_allocated() if on_cuda else 0
         if training is not None:
@@ -84,7 +99,9 @@ def run_window(
     return outcome.model_copy(update={"peak_bytes": peak_bytes})
 
 
-def _train(workload: Workload, target: Target, policy: Policy, window: Window, start: Start) -> tuple[Training | None, Outcome]:
+def _train(
+    workload: Workload, target: Target, policy: Policy, window: Window, start: Start, disturbance: Disturbance
+) -> tuple[Training | None, Outcome]:
     """Trains; returns the training, so that its memory can be read before it is let go, and what came of it."""
     training: Training | None = None
     step = 0
@@ -92,13 +109,23 @@ def _train(workload: Workload, target: Target, policy: Policy, window: Window, s
         try:
             training = Training(workload, target, policy, window, start)
             clock = StepClock(target.device)
+            blocks, block_start = TimedBlocks(clock, disturbance), window.warmup_steps
             for step in range(window.steps):
+                if step == block_start:
+                    disturbance.start()
                 run_step(training, clock, step, window)
-                if step in _EARLY_LOOKS or step % _LOOK_EVERY_STEPS == _LOOK_EVERY_STEPS - 1:
+                if step in _EARLY_LOOKS or step % _LOOK_EVERY_STEPS == _LOOK_EVERY_STEPS - 1 or step == window.steps - 1:
                     failure = look_at(training)
                     if failure is not None:
                         return training, _with_losses(failure, training)
-            return training, _with_losses(finished(training, clock, target), training)
+                    if step >= block_start:
+                        blocks.end(range(block_start, step + 1))
+                        block_start = step + 1
+            outcome = finished(training, clock, target)
+            if isinstance(outcome, Measurement):
+                _time_again(training, clock, blocks, window, disturbance)
+                outcome = counted(outcome, training, blocks, target)
+            return training, _with_losses(outcome, training)
         except (WorkloadError, PolicyMismatch):
             raise
         except Exception as error:
@@ -109,6 +136,37 @@ def _train(workload: Workload, target: Target, policy: Policy, window: Window, s
         raise
 
 
+def _time_again(training: Training, clock: StepClock, blocks: TimedBlocks, window: Window, disturbance: Disturbance) -> None:
+    """Trains on over the window's batches where too many of its timed steps were disturbed, until enough were not."""
+    wanted = _ENOUGH_SHARE * (window.steps - window.warmup_steps)
+    first = window.steps
+    for _ in range(MOST_REPEATS):
+        if not blocks.lost() or blocks.num_clean() >= wanted:
+            return
+        if not disturbance.settle():
+            continue
+        disturbance.start()
+        steps = range(first, first + LEAD_STEPS + max(blocks.lost()))
+        for number in steps:
+            parts = training.prepare(number % window.steps)
+            if number < first + LEAD_STEPS:
+                training.step(parts)
+            else:
+                clock.time(lambda parts=parts: training.step(parts), number)  # type: ignore[misc]
+        training.losses.values()  # waits for the device
+        blocks.end(steps)
+        first = steps.stop
+
+
+def counted(outcome: Measurement, training: Training, blocks: TimedBlocks, target: Target, *, in_turns: bool = False) -> Outcome:
+    """A measurement with the step times that count; see ``TimedBlocks.counted``. Where speed is predicted, with a placeholder."""
+    skipped = skipped_steps(training.scales.values(), training.policy.loss_scale.init)
+    with_times = blocks.counted(outcome, skipped, in_turns=in_turns)
+    if target.timing == "predicted" and isinstance(with_times, Failure):  # all steps skipped: the prediction stands all the same
+        return outcome.model_copy(update={"step_times_s": (0.0,)})
+    return with_times
+
+
 def _with_losses(outcome: Outcome, training: Training) -> Outcome:
     """A failure with the losses that led to it."""
     if not isinstance(outcome, Failure):
@@ -117,14 +175,14 @@ def _with_losses(outcome: Outcome, training: Training) -> Outcome:
 
 
 def run_step(training: Training, clock: StepClock, step: int, window: Window) -> None:
-    """Runs one step of a window: untimed in the warm-up, of which the last step shows whether the host is the limit."""
+    """Runs one step of a window: untimed in the warm-up, of which the last steps show whether the host is the limit."""
     parts = training.prepare(step)
-    if step < window.warmup_steps - 1:
+    if step < window.warmup_steps - HOST_PROBES:
         training.step(parts)
-    elif step == window.warmup_steps - 1:
+    elif step < window.warmup_steps:
         clock.probe_host(lambda: training.step(parts))
     else:
-        clock.time(lambda: training.step(parts))
+        clock.time(lambda: training.step(parts), step)
 
 
 def look_at(training: Training) -> Failure | None:
@@ -133,8 +191,7 @@ def look_at(training: Training) -> Failure | None:
 
 
 def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
-    """The samples of a window that ran to its end, or the failure they show."""
-    times_s = clock.times_s()
+    """What a window that ran to its end shows, but for its step times, or the failure it shows."""
     failure = look_at(training)
     if failure is not None:
         return failure
@@ -146,7 +203,7 @@ def finished(training: Training, clock: StepClock, target: Target) -> Outcome:
     skipped = skipped_steps(scales, training.policy.loss_scale.init)
     return Measurement(
         losses=tuple(losses),
-        step_times_s=times_s,
+        step_times_s=(),
         speed_origin="measured",
         batch_samples=training.policy.batch.effective,
         peak_bytes=0,

@@ -33,6 +33,7 @@ def arm_of(context: Context, name: str, policy: Policy, rank: int, outcome: Outc
         policy=policy,
         rank=rank,
         step_times_s=outcome.step_times_s,
+        block_steps=outcome.block_steps,
         useful_share=useful_share(outcome),
         speed_origin=outcome.speed_origin,
         peak_bytes=outcome.peak_bytes,

@@ -17,6 +17,7 @@ from autoprec.session.arms import (
 from autoprec.session.budget import REPORT_S
 from autoprec.session.context import Context
 from autoprec.session.judging import judged
+from autoprec.session.timing import say_dropped
 from autoprec.tune.choice import Arm, median_s
 from autoprec.tune.front import kind_of
 
@@ -68,10 +69,11 @@ def _compiled(context: Context, anchor: Arm, arm: Arm, execution: Execution) -> 
     window = context.timing_window(extra_timeout_s=COMPILE_TIMEOUT_S)
     base, outcome = context.interleave((anchor.policy, policy), window)
     context.folder.record("timing", policy, window, outcome)
+    say_dropped(context, {anchor.name: base, name: outcome})
     made = arm_of(context, name, policy, RANK_COMPILED, outcome, None)
     if isinstance(base, Failure) or made.failure:
         context.progress.found(f"{name}: {made.failure or why(base)}")
-        return made.model_copy(update={"step_times_s": ()})
+        return made.model_copy(update={"step_times_s": (), "block_steps": ()})
     # Both ran interleaved, so the anchor's own drift between the two timings is taken out.
     drift = median_s(anchor) / base.step_s
     context.progress.found(f"{name}: {base.step_s / median_s(made):.2f}x the best eager arm")
@@ -95,7 +97,7 @@ def _verify_compiled(context: Context, arm: Arm) -> Arm:
         outcomes.append(context.evaluate(arm.policy, window, role="verification"))
         if isinstance(outcomes[-1], Failure):
             context.progress.found(f"{arm.name}: {why(outcomes[-1])}")
-            return arm.model_copy(update={"failure": why(outcomes[-1]), "step_times_s": ()})
+            return arm.model_copy(update={"failure": why(outcomes[-1]), "step_times_s": (), "block_steps": ()})
         verdict = judged(context, outcomes)
     peaks = [outcome.peak_bytes for outcome in outcomes if isinstance(outcome, Measurement)]
     context.progress.found(f"{arm.name}: {verdict.text if verdict else ''}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from autoprec import __version__
 from autoprec.policy import Evidence, Figures, Policy
-from autoprec.records import Candidate, Environment, Measurement, Verdict
+from autoprec.records import Candidate, Environment, Failure, Measurement, Verdict, dropped_words
 from autoprec.session.arms import RANK_BASELINE, RANK_STOCK, RANK_TF32
 from autoprec.session.context import Context
 from autoprec.session.logbook import Logbook
@@ -134,7 +135,25 @@ def _notes(context: Context, verified: Verified, *, worth_it: bool) -> tuple[str
         notes.append(
             f"Left out, because the budget of {duration(context.settings.budget_s)} was over: {'; '.join(context.left_out)}."
         )
-    return tuple(notes)
+    return tuple(notes + dropped_notes(context.folder.candidates))
+
+
+def dropped_notes(candidates: Iterable[Candidate]) -> list[str]:
+    """How many of a run's timed steps do not count, and why."""
+    measured = [c.outcome for c in candidates if isinstance(c.outcome, Measurement) and c.outcome.speed_origin == "measured"]
+    never = sum(isinstance(c.outcome, Failure) and c.outcome.kind == "disturbed" for c in candidates)
+    throttled, shared = sum(o.throttled_steps for o in measured), sum(o.shared_steps for o in measured)
+    notes = []
+    if throttled + shared:
+        total = throttled + shared + sum(len(o.step_times_s) for o in measured)
+        windows = sum(o.disturbed for o in measured)
+        notes.append(
+            f"In {windows} of {len(measured)} timed windows samples were dropped and taken again where that was possible; in all "
+            f"{dropped_words(throttled, shared, total)}."
+        )
+    if never:
+        notes.append(f"{never} {'window has' if never == 1 else 'windows have'} no result, because the card was never quiet.")
+    return notes
 
 
 def _spent(context: Context, logbook: Logbook) -> str:

@@ -322,6 +322,9 @@ def _measured(job: Job, about: _About) -> LongRun:
     context.progress.found(f"verdict: {text}")
     speeds = timed_arms(job) if policy.failed is None else ()
     notes = [note for arm in arms for run in arm.runs if (note := run.note)]
+    notes += [
+        f"timed in turns, {speed.name}: {speed.note}" for speed in speeds if speed.note and speed.speed_origin == "measured"
+    ]
     if about.given.policy.default == "fp32" and not about.given.policy.layers and not about.given.policy.backend.tf32:
         notes.append("The policy is plain FP32: the reference itself, in its own memory layout and batch.")
     samples = (c.outcome for c in reversed(context.folder.candidates) if isinstance(c.outcome, Measurement))

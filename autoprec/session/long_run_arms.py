@@ -156,7 +156,7 @@ def _timed(job: Job, outcomes: dict[str, Outcome]) -> tuple[Timed, ...]:
             step_times_s=outcome.step_times_s if outcome.speed_origin == "measured" else outcome.step_times_s[:1],
             samples_per_s=job.context.look.effective_batch / statistics.median(times_s),
             speed_origin=outcome.speed_origin,
-            note=outcome.note if name != THE_POLICY else "",
+            note=outcome.note,
         )
         if mine and name != THE_POLICY:
             ratio, low, high = speed_ratio(times_s, mine)

@@ -16,6 +16,7 @@ from autoprec.policy import Batch, Policy
 from autoprec.records import Failure, Look, Measurement, Window
 from autoprec.session.context import Measuring
 from autoprec.session.logbook import Logbook
+from autoprec.session.reference import fp32_error
 from autoprec.tune.study_space import fingerprint_of
 
 PROBES = (Window(steps=3, warmup_steps=1, purpose="probe"), Window(steps=9, warmup_steps=3, purpose="probe"))
@@ -110,6 +111,7 @@ def probed(bench: Measuring, policy: Policy, clock: Callable[[], float] = time.m
 
     Raises:
         WorkloadError: FP32 does not train.
+        DeviceError: the card was never quiet enough to time it.
     """
     (short_s, _), (long_s, measurement) = (_probe(bench, policy, probe, clock) for probe in PROBES)
     step_s = max(long_s - short_s, 0.0) / (PROBES[1].steps - PROBES[0].steps)
@@ -120,5 +122,5 @@ def _probe(bench: Measuring, policy: Policy, probe: Window, clock: Callable[[], 
     start_s = clock()
     outcome = bench.window(policy, probe)
     if isinstance(outcome, Failure):
-        raise WorkloadError(f"The FP32 probe failed ({outcome.kind}): {outcome.message}", hint="FP32 has to train first.")
+        raise fp32_error(outcome, "probe")
     return clock() - start_s, outcome

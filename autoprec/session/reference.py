@@ -5,7 +5,7 @@ FP32 curves are windows like any other, so the run's folder is their memory: ask
 
 from __future__ import annotations
 
-from autoprec.errors import WorkloadError
+from autoprec.errors import DeviceError, UserError, WorkloadError
 from autoprec.records import Failure, Window
 from autoprec.session.context import Context
 from autoprec.tune.divergence import noise_floor
@@ -23,6 +23,7 @@ def run_reference(context: Context) -> Context:
 
     Raises:
         WorkloadError: FP32 itself does not train.
+        DeviceError: the card was never quiet enough to time it.
     """
     planned = context.plan.verify_seeds
     context.progress.stage("reference", 2 * planned)
@@ -77,9 +78,14 @@ def _train(context: Context, window: Window) -> tuple[float, ...]:
     return outcome.losses
 
 
-def fp32_error(failure: Failure) -> WorkloadError:
-    """The error that a failed FP32 run is."""
+def fp32_error(failure: Failure, what: str = "reference run") -> UserError:
+    """The error that a failed FP32 run is: the workload's, unless the card was never quiet."""
+    if failure.kind == "disturbed":
+        return DeviceError(
+            f"The card cannot be timed: in the FP32 {what} {failure.message}.",
+            hint="What was measured is kept: run the same command again when the card is quiet.",
+        )
     return WorkloadError(
-        f"The FP32 reference run failed ({failure.kind}): {failure.message}",
+        f"The FP32 {what} failed ({failure.kind}): {failure.message}",
         hint="autoprec compares with FP32, so FP32 has to train: mend the workload (learning rate, data, batch size) first.",
     )

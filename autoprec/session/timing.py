@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autoprec.records import Failure, Outcome
+from collections.abc import Mapping
+
+from autoprec.records import UNDECIDED_FAILURES, Failure, Outcome
 from autoprec.session.arms import EXTRA_SEEDS_SHARE, RANK_FP32, RANK_STOCK, why
 from autoprec.session.budget import REPORT_S
 from autoprec.session.context import Context
@@ -25,7 +27,34 @@ def timed(context: Context, arms: list[Arm]) -> list[Arm]:
     by_name = dict(zip((arm.name for arm in runnable), outcomes, strict=True))
     for arm in runnable:
         context.folder.record("timing", arm.policy, context.timing_window(), by_name[arm.name])
+    say_dropped(context, by_name)
+    if (reason := _void(runnable, by_name)) is not None:
+        text = (
+            f"FP32 could not be timed in turns with the others ({reason}), so step times are those of windows one after the other"
+        )
+        context.progress.found(f"timing: {text}")
+        context.folder.notes.append(f"{text}.")
+        return [_failed_for_good(arm, by_name.get(arm.name)) for arm in arms]
     return [_retimed(arm, by_name[arm.name]) if arm.name in by_name else arm for arm in arms]
+
+
+def say_dropped(context: Context, outcomes: Mapping[str, Outcome]) -> None:
+    """Says of every set-up timed how many of its steps did not count, and why."""
+    for name, outcome in outcomes.items():
+        if not isinstance(outcome, Failure) and outcome.note:
+            context.progress.found(f"timing: {name}: {outcome.note}")
+
+
+def _void(arms: list[Arm], outcomes: Mapping[str, Outcome]) -> str | None:
+    """Why a timing in turns says nothing of any set-up; None where it does. A process that died takes all arms with it."""
+    fp32 = next((outcomes[arm.name] for arm in arms if arm.rank == RANK_FP32), None)
+    return why(fp32) if isinstance(fp32, Failure) else None
+
+
+def _failed_for_good(arm: Arm, outcome: Outcome | None) -> Arm:
+    """The arm as its own windows showed it, unless the timing in turns showed that it does not train."""
+    decided = isinstance(outcome, Failure) and outcome.kind not in UNDECIDED_FAILURES and arm.rank != RANK_FP32
+    return _retimed(arm, outcome) if decided and outcome is not None else arm
 
 
 def _timed_in_time(context: Context, arms: list[Arm]) -> list[Arm]:
@@ -58,6 +87,9 @@ def settled(context: Context, arms: list[Arm]) -> list[Arm]:
         context.progress.found(f"timing: {pair[0].name} against {pair[1].name} is too close to call, timed again")
         for arm in pair:
             context.folder.record("timing", arm.policy, window, outcomes[arm.name])
+        say_dropped(context, outcomes)
+        if any(isinstance(outcome, Failure) for outcome in outcomes.values()):
+            return arms
         arms = [_with_more_samples(arm, outcomes[arm.name]) if arm.name in outcomes else arm for arm in arms]
     return arms
 
@@ -71,10 +103,12 @@ def _is_close(fast: Arm, slow: Arm) -> bool:
 def _with_more_samples(arm: Arm, outcome: Outcome) -> Arm:
     if isinstance(outcome, Failure):
         return arm
-    return arm.model_copy(update={"step_times_s": arm.step_times_s + outcome.step_times_s})
+    fields = {"step_times_s": arm.step_times_s + outcome.step_times_s, "block_steps": arm.block_steps + outcome.block_steps}
+    return arm.model_copy(update=fields)
 
 
 def _retimed(arm: Arm, outcome: Outcome) -> Arm:
     if isinstance(outcome, Failure):
-        return arm.model_copy(update={"step_times_s": (), "failure": why(outcome)})
-    return arm.model_copy(update={"step_times_s": outcome.step_times_s, "host_bound": outcome.host_bound})
+        return arm.model_copy(update={"step_times_s": (), "block_steps": (), "failure": why(outcome)})
+    fields = {name: getattr(outcome, name) for name in ("step_times_s", "block_steps", "host_bound")}
+    return arm.model_copy(update=fields)

@@ -25,6 +25,7 @@ from autoprec.session.arms import (
 from autoprec.session.context import Context
 from autoprec.session.reference import run_reference
 from autoprec.session.search import Tried, baselines_of, pure_of, yardstick_of
+from autoprec.session.timing import say_dropped
 from autoprec.session.verification import Verified, run_verification
 from autoprec.tune.ceiling import measured_ceiling
 from autoprec.tune.choice import LEAST_PREDICTED_GAIN, Arm, clearly_not_faster, faster_beyond_noise, median_s
@@ -126,6 +127,7 @@ def _timed(context: Context, policies: Mapping[str, Policy], times: int = 1) -> 
         outcomes = context.interleave(tuple(policies.values()), window)
         for policy, outcome in zip(policies.values(), outcomes, strict=True):
             context.folder.record("timing", policy, window, outcome)
+        say_dropped(context, {role_words(role): outcome for role, outcome in zip(policies, outcomes, strict=True)})
     context.progress.advance()
     return [_arm(context, role, policies[role], outcome) for role, outcome in zip(policies, outcomes, strict=True)]
 
@@ -181,6 +183,7 @@ def _as_graphs(context: Context, arms: list[Arm]) -> list[Arm]:
     outcomes = context.interleave(tuple(policies.values()), window)
     for policy, outcome in zip(policies.values(), outcomes, strict=True):
         context.folder.record("timing", policy, window, outcome)
+    say_dropped(context, dict(zip(policies, outcomes, strict=True)))
     return [
         arm_of(context, name, policy, RANK_COMPILED, outcome, None)
         for (name, policy), outcome in zip(policies.items(), outcomes, strict=True)

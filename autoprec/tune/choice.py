@@ -24,6 +24,7 @@ class Arm(Record):
         policy: its set-up.
         rank: how far it is from plain FP32; of two equally fast arms the lower rank is chosen.
         step_times_s: samples of one step, comparable between arms; empty where it failed.
+        block_steps: how many of them each block of interleaved timing gave, in order; empty where there were no blocks.
         useful_share: share of the steps that were not skipped, 0 to 1.
         speed_origin: measured or predicted.
         peak_bytes: peak memory; None where it failed.
@@ -36,6 +37,7 @@ class Arm(Record):
     policy: Policy
     rank: int
     step_times_s: tuple[float, ...] = ()
+    block_steps: tuple[int, ...] = ()
     useful_share: float = 1.0
     speed_origin: Origin
     peak_bytes: int | None = None

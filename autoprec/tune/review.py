@@ -145,6 +145,7 @@ def _outcome_lines(trial: FrozenTrial, row: TrialRow | None) -> list[str]:
         lines.append(f"loss gap to FP32 {quantities.gap(attributes['divergence'])} (measured)")
     if attributes.get("skipped_steps"):
         lines.append(f"{attributes['skipped_steps']} steps skipped by the loss scaler")
+    lines += [attributes["dropped"]] if attributes.get("dropped") else []
     if row and row.verdict:
         lines.append(f"verification: {row.verdict}")
     return lines

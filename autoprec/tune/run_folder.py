@@ -148,8 +148,12 @@ class RunFolder:
 
     # Evaluations.
     def lookup(self, policy: Policy, window: Window) -> Outcome | None:
-        """What came of the same set-up in the same window earlier in this run; None where it has not been evaluated."""
-        return self._memo.get(evaluation_key(policy, window))
+        """What came of the same set-up in the same window earlier in this run.
+
+        None where it has not been evaluated, or where the card was never quiet: that may be over by now.
+        """
+        known = self._memo.get(evaluation_key(policy, window))
+        return None if isinstance(known, Failure) and known.kind == "disturbed" else known
 
     def record(self, role: str, policy: Policy, window: Window, outcome: Outcome, trial: int | None = None) -> Candidate:
         """Appends an evaluation under the next free number and returns it; on disk when this returns."""

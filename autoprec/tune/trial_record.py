@@ -55,6 +55,7 @@ def record_outcome(trial: Trial, outcome: Outcome, yardstick: Yardstick) -> tupl
             "peak_bytes": outcome.peak_bytes,
             "skipped_steps": outcome.skipped_steps,
             "origin": outcome.speed_origin,
+            **({"dropped": outcome.dropped} if outcome.disturbed else {}),
         }
     if math.isfinite(gap):
         attributes["divergence"] = gap

@@ -5,12 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pynvml
-import pytest
 import torch
 from torch import nn
 
-from autoprec.bench import nvml
 from autoprec.bench.data import Start
 from autoprec.bench.target import Target
 from autoprec.bench.window import run_window
@@ -122,16 +119,3 @@ def test_parameters_that_cannot_be_scaled_are_a_failure_of_the_policy() -> None:
     assert isinstance(failure, Failure)
     assert failure.kind == "unsupported"
     assert "'scale' is complex64" in failure.message
-
-
-@pytest.mark.parametrize(
-    ("reasons", "expected"), [(0x0, False), (0x1, False), (0x4, False), (0x40, True), (0x24, True), (0x80, True)]
-)
-def test_heat_and_power_brakes_throttle_and_a_power_cap_does_not(
-    monkeypatch: pytest.MonkeyPatch, reasons: int, expected: bool
-) -> None:
-    for name in ("nvmlInit", "nvmlShutdown"):
-        monkeypatch.setattr(pynvml, name, lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", lambda uuid: uuid)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda handle: reasons)
-    assert nvml.is_throttled("1234") is expected
