@@ -19,7 +19,7 @@ from autoprec.session.reference import ROUNDING
 from autoprec.session.search import Found, Tried
 from autoprec.session.verification import Verified
 from autoprec.tune.charts import Curve
-from autoprec.tune.choice import Arm, median_s
+from autoprec.tune.choice import Arm, median_s, speedup
 from autoprec.tune.divergence import loss_gap, noise_floor
 from autoprec.tune.long_run_section import sections_of
 from autoprec.tune.quantities import duration
@@ -28,7 +28,6 @@ from autoprec.tune.report_data import ReportData
 from autoprec.tune.review import write_notes
 from autoprec.tune.rows import TrialRow, rows_of
 from autoprec.tune.study import open_study
-from autoprec.tune.verdict import speed_ratio
 
 TUNED = "tuned"
 HOST_BOUND = " The GPU waits for the host here: a larger batch or CUDA graphs would gain more than a lower precision."
@@ -235,14 +234,14 @@ def _evidence(context: Context, verified: Verified, figures: tuple[Figures, ...]
     fp32 = next(arm for arm in verified.arms if arm.rank == 0)
     stock = best_stock(verified)
     timed = bool(chosen.step_times_s and fp32.step_times_s)
-    ratio = speed_ratio(stock.useful_times_s, chosen.useful_times_s) if stock and timed else (None, None, None)
+    ratio = speedup(stock, chosen) if stock and timed else (None, None, None)
     return Evidence(
         run=context.folder.path.name,
         verdict=chosen.verdict.status if chosen.verdict else "passed",
         speed_origin=chosen.speed_origin,
         loss_gap=chosen.verdict.loss_gap if chosen.verdict else 0.0,
         tolerance=context.settings.tolerance,
-        speedup_vs_fp32=speed_ratio(fp32.useful_times_s, chosen.useful_times_s)[0] if timed else None,
+        speedup_vs_fp32=speedup(fp32, chosen)[0] if timed else None,
         speedup_vs_stock_amp=ratio[0],
         speedup_low=ratio[1],
         speedup_high=ratio[2],
@@ -289,13 +288,13 @@ def _message(context: Context, verified: Verified, name: str) -> str:
             "Not worth it here: no set-up that trains like FP32 is faster than FP32 beyond noise, so the policy is plain FP32."
             + (HOST_BOUND if fp32.host_bound else "")
         )
-    against, least, most = speed_ratio(fp32.useful_times_s, chosen.useful_times_s)
+    against, least, most = speedup(fp32, chosen)
     text = f"{name}: {against:.2f}x FP32"
     if verified.not_worth_it:
         text = f"No low precision pays here; {chosen.name} does: {against:.2f}x FP32 ({least:.2f} to {most:.2f})"
     stock = best_stock(verified)
     if stock is not None and chosen is not stock:
-        ratio, low, high = speed_ratio(stock.useful_times_s, chosen.useful_times_s)
+        ratio, low, high = speedup(stock, chosen)
         interval = f" ({low:.2f} to {high:.2f})" if chosen.speed_origin == "measured" else ""
         text += f" and {ratio:.2f}x {stock.name}{interval}"
     text += f", {chosen.speed_origin}. {chosen.verdict.text if chosen.verdict else ''}"

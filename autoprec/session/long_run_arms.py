@@ -144,7 +144,7 @@ def _interleaved(job: Job, policies: tuple[Policy, ...], window: Window) -> list
 
 def _timed(job: Job, outcomes: dict[str, Outcome]) -> tuple[Timed, ...]:
     policy = outcomes.get(THE_POLICY)
-    mine = _useful_times_s(policy) if isinstance(policy, Measurement) else ()
+    mine = policy if isinstance(policy, Measurement) else None
     made = []
     for name, outcome in outcomes.items():
         if isinstance(outcome, Failure):
@@ -158,8 +158,13 @@ def _timed(job: Job, outcomes: dict[str, Outcome]) -> tuple[Timed, ...]:
             speed_origin=outcome.speed_origin,
             note=outcome.note,
         )
-        if mine and name != THE_POLICY:
-            ratio, low, high = speed_ratio(times_s, mine)
+        if mine is not None and name != THE_POLICY:
+            ratio, low, high = speed_ratio(
+                times_s,
+                _useful_times_s(mine),
+                baseline_block_steps=outcome.block_steps,
+                candidate_block_steps=mine.block_steps,
+            )
             measured = outcome.speed_origin == "measured"  # predicted step times are all equal: no interval
             interval = {"policy_ratio_low": low, "policy_ratio_high": high} if measured else {}
             timed = timed.model_copy(update={"policy_ratio": ratio, **interval})

@@ -28,11 +28,10 @@ from autoprec.session.search import Tried, baselines_of, pure_of, yardstick_of
 from autoprec.session.timing import say_dropped
 from autoprec.session.verification import Verified, run_verification
 from autoprec.tune.ceiling import measured_ceiling
-from autoprec.tune.choice import LEAST_PREDICTED_GAIN, Arm, clearly_not_faster, faster_beyond_noise, median_s
+from autoprec.tune.choice import LEAST_PREDICTED_GAIN, Arm, clearly_not_faster, faster_beyond_noise, median_s, speedup
 from autoprec.tune.front import kind_of
 from autoprec.tune.rows import role_words
 from autoprec.tune.space import SearchSpace, allowed_precisions
-from autoprec.tune.verdict import speed_ratio
 from autoprec.tune.yardstick import Yardstick
 
 # A measured ceiling below this is worth the time to measure whether low precision pays. Own choice; the measurement decides.
@@ -148,7 +147,7 @@ def _doubt(arms: Iterable[Arm]) -> str:
         if arm.failure and not any(other.step_times_s and _is_pure(other) == _is_pure(arm) for other in low):
             return f"{arm.name} did not run"
         if arm.step_times_s and not clearly_not_faster(fp32, arm):
-            ratio, least, most = speed_ratio(fp32.useful_times_s, arm.useful_times_s)
+            ratio, least, most = speedup(fp32, arm)
             return f"{arm.name} is {ratio:.2f}x {fp32.name} ({least:.2f} to {most:.2f})"
     return ""
 
@@ -211,7 +210,7 @@ def _words(context: Context, ceiling: Ceiling, arms: list[Arm]) -> str:
 def _figure(fp32: Arm, arm: Arm) -> str:
     if not arm.step_times_s:
         return f"{arm.name} failed"
-    ratio, least, most = speed_ratio(fp32.useful_times_s, arm.useful_times_s)
+    ratio, least, most = speedup(fp32, arm)
     interval = f", {least:.2f} to {most:.2f}" if arm.speed_origin == "measured" else ""
     return f"{arm.name} {_ms(arm)} ({ratio:.2f}x{interval})"
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from autoprec.policy import Origin, Policy
 from autoprec.records import Record, Verdict
-from autoprec.tune.verdict import speed_ratio
+from autoprec.tune.verdict import is_faster, speed_ratio
 
 # A roofline has no scatter, so its ratios have no interval; a predicted gain under 1% is below what its constants are worth.
 # Source: an assumption of this project.
@@ -58,17 +58,27 @@ class Arm(Record):
         return self.rank == 0 if self.verdict is None else self.verdict.status == "passed"
 
 
+def speedup(slow: Arm, fast: Arm) -> tuple[float, float, float]:
+    """How many times faster ``fast`` does a step of useful work than ``slow``, with its 95% interval; see ``verdict.speed_ratio``."""
+    return speed_ratio(
+        slow.useful_times_s,
+        fast.useful_times_s,
+        baseline_block_steps=slow.block_steps,
+        candidate_block_steps=fast.block_steps,
+    )
+
+
 def faster_beyond_noise(slow: Arm, fast: Arm) -> bool:
-    """True where ``fast`` does a step in less time than ``slow`` with the whole interval of the ratio above 1."""
-    ratio, low, _ = speed_ratio(slow.useful_times_s, fast.useful_times_s)
+    """True where ``fast`` does a step in less time than ``slow``, with the whole interval of the ratio more than a trifle above 1."""
+    ratio, low, _ = speedup(slow, fast)
     if "predicted" in (slow.speed_origin, fast.speed_origin):
         return ratio > LEAST_PREDICTED_GAIN
-    return low > 1.0
+    return is_faster(low)
 
 
 def clearly_not_faster(slow: Arm, fast: Arm) -> bool:
     """True where ``fast`` is certain not to be ahead of ``slow`` by anything that matters: not the same as not being clearly ahead."""
-    ratio, _, high = speed_ratio(slow.useful_times_s, fast.useful_times_s)
+    ratio, _, high = speedup(slow, fast)
     if "predicted" in (slow.speed_origin, fast.speed_origin):
         return ratio <= LEAST_PREDICTED_GAIN
     return high < GAIN_THAT_MATTERS
