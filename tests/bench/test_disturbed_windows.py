@@ -114,8 +114,11 @@ def test_a_window_that_only_wants_losses_is_not_watched(workload: Workload, monk
     assert given == []
 
 
-def in_turns(workload: Workload, policies: list[Policy], steps: int = 30, warmup_steps: int = 6) -> list[Outcome]:
-    recipe = Window(steps=steps, warmup_steps=warmup_steps)
+TIMED = 4 * BLOCKS
+
+
+def in_turns(workload: Workload, policies: list[Policy], warmup_steps: int = 6) -> list[Outcome]:
+    recipe = Window(steps=warmup_steps + TIMED, warmup_steps=warmup_steps)
     return interleave(workload, TARGET, policies, recipe, Start(workload, 0, pinned=False))
 
 
@@ -133,7 +136,7 @@ def test_disturbed_blocks_of_arms_are_tried_again_until_each_has_as_many_as_plan
     assert sum(outcome.throttled_steps for outcome in outcomes) > 0  # type: ignore[union-attr]
     for outcome in outcomes:
         assert outcome.block_steps == (4,) * BLOCKS  # type: ignore[union-attr]
-        assert len(outcome.step_times_s) == 24  # type: ignore[union-attr]
+        assert len(outcome.step_times_s) == TIMED  # type: ignore[union-attr]
     assert 1 <= card.pauses <= MOST_REPEATS
 
 
@@ -141,7 +144,7 @@ def test_only_the_arm_that_lost_blocks_trains_again(workload: Workload, card: Fa
     card.hot_s = [(100.79, 100.81)]  # just the end of the first block of one arm
     outcomes = in_turns(workload, [policy_of(workload), policy_of(workload, default="bf16")])
     assert sorted(outcome.throttled_steps for outcome in outcomes) == [0, 4]  # type: ignore[union-attr]
-    assert sorted(len(outcome.losses) for outcome in outcomes) == [30, 34]
+    assert sorted(len(outcome.losses) for outcome in outcomes) == [6 + TIMED, 6 + TIMED + 4]
 
 
 def test_arms_on_a_card_that_is_never_quiet_all_fail_and_end(workload: Workload, card: FakeCard) -> None:
@@ -157,8 +160,7 @@ def test_skipped_steps_are_no_samples_of_an_arm_and_are_counted_as_no_work_once(
     (outcome,) = in_turns(workload, [policy], warmup_steps=2)
     assert isinstance(outcome, Measurement)
     assert outcome.skipped_steps > 2, "the test needs skipped steps after the warm-up"
-    timed = 28
-    assert len(outcome.step_times_s) == timed - (outcome.skipped_steps - 2) == sum(outcome.block_steps)
+    assert len(outcome.step_times_s) == TIMED - (outcome.skipped_steps - 2) == sum(outcome.block_steps)
     done = 1 - outcome.skipped_steps / len(outcome.losses)
     assert outcome.samples_per_s == pytest.approx(8 * done / outcome.step_s)
     assert not outcome.disturbed
